@@ -122,12 +122,12 @@ def against(
     reasons: list[Violation] = []
     missing = rules.unavailable() if here else ""
     if missing:
-        reasons.append(Violation(f"backend={name}", f"{missing}; write {rules.instead(precision)}"))
+        reasons.append(Violation(f"backend={name}", f"{missing}; set {rules.instead(precision)}"))
     if statistics and not has.statistics:
         reasons.append(
             Violation(
                 f"log.fp8_stats_every_n_steps={statistics}",
-                f"backend={name} has no such statistics; write backend=native, or drop it",
+                f"backend={name} has no such statistics; set backend=native, or remove it",
             )
         )
     reasons += against_layout(
@@ -139,21 +139,21 @@ def against(
             Violation(
                 f"backend={name}",
                 "FSDP2 does not shard its layers, as"
-                f" data_parallel_replicate_size={groups} has it; write backend={REFERENCE}",
+                f" data_parallel_replicate_size={groups} has it; set backend={REFERENCE}",
             )
         )
     if precision.fp8.keep_transpose_cache and not has.weight_workspace:
         reasons.append(
             Violation(
                 "fp8.keep_transpose_cache=true",
-                f"has no effect, backend={name} decides itself which copies of a weight it keeps; drop it or write backend={REFERENCE}",
+                f"has no effect, backend={name} decides itself which copies of a weight it keeps; remove it or set backend={REFERENCE}",
             )
         )
     if adapters and not has.adapters:
         reasons.append(
             Violation(
                 f"backend={name}",
-                "has no adapters over its layers (lora.enabled=true); write backend=native",
+                "has no adapters over its layers (lora.enabled=true); set backend=native",
             )
         )
     reasons += rules.against_sharding(precision)
@@ -185,7 +185,7 @@ def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[Violatio
             f"its scales are not those of the stages of pipeline_model_parallel_size={stages}"
         )
     return [
-        Violation(f"backend={name}", f"{line}; write backend={REFERENCE}", source="layout")
+        Violation(f"backend={name}", f"{line}; set backend={REFERENCE}", source="layout")
         for line in lines
     ]
 

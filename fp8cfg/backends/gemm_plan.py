@@ -234,7 +234,7 @@ def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
     return [
         Violation(
             f"fp8.exclude={spelled(list(fp8.exclude))}",
-            f"none of {len(plans)} linear layers would run in FP8; exclude fewer of them, or write"
+            f"none of {len(plans)} linear layers would run in FP8; exclude fewer of them, or set"
             " fp8.enabled=false",
         )
     ]

@@ -90,7 +90,7 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
     if job.prepared.owner or (job.prepared.fsdp2 and job.prepared.shard != "none"):
         raise ConfigError(
             f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or"
-            " masters; write storage.shard=none, or average the weights of checkpoints"
+            " masters; set storage.shard=none, or average the weights of checkpoints"
         )
     if job.prepared.mesh is not None:
         raise ConfigError(

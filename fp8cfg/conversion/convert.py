@@ -150,7 +150,7 @@ def of_no_effect(recipe: Recipe) -> list[str]:
     lines = []
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(
-            f"log.fp8_stats_every_n_steps={every}: has no effect on a custom model; drop it,"
+            f"log.fp8_stats_every_n_steps={every}: has no effect on a custom model; remove it,"
             " and call fp8cfg.collect_statistics(model, run) in your loop"
         )
     if recipe.lora.enabled:
@@ -305,7 +305,7 @@ def convert_model(
     choice = choose(recipe.precision, _hardware(model))
     if registry.capabilities(choice.backend).own_state:
         raise ConfigError(
-            f"backend={choice.backend}: its layers are trained only by its own optimizer; write"
+            f"backend={choice.backend}: its layers are trained only by its own optimizer; set"
             " backend=native, or use fp8cfg.build(recipe, model=model)"
         )
     holder = nn.Module()
@@ -521,7 +521,7 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     fp8, compute = precision.fp8, precision.compute
     if not fp8.enabled:
         raise ConfigError(
-            f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8"
+            f"convert_model: precision.compute={compute} runs no FP8; set precision=bf16_fp8"
         )
     stored = [f"opt_level={precision.opt_level}"] if precision.opt_level else []
     refuse_if(
@@ -534,7 +534,7 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     if fp8_weights(precision):
         raise ConfigError(
             "fp8.params=true: weights stored only in FP8 need an optimizer with master weights;"
-            " fp8cfg.build(recipe, model=model) makes one, or write fp8.params=false"
+            " fp8cfg.build(recipe, model=model) makes one, or set fp8.params=false"
         )
     return fp8
 

@@ -105,7 +105,7 @@ class TorchrunExecutor:
         """
         if command.nodes > 1 and not command.smoke:
             raise ConfigError(
-                f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; write 1, or"
+                f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; set it to 1, or"
                 " use SlurmExecutor"
             )
         return _process(

@@ -90,13 +90,13 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
             None if name.startswith("container_") else nearest(name, known)
         )
         if submitit and name == "signal":
-            yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
+            yield f"{key}={value}: submitit sends its own signal; set signal_delay_s=SECONDS"
         elif name in _RECIPES:
-            yield f"{key}={value}: follows {_RECIPES[name]}; write {_RECIPES[name]}={value}"
+            yield f"{key}={value}: follows {_RECIPES[name]}; set {_RECIPES[name]}={value}"
         elif not submitit and name == "setup":
             continue  # the batch script has a line for it
         elif not submitit and name in _OWN:
-            yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
+            yield f"{key}={value}: a parameter of submitit, which a script does not have; remove it"
         elif name not in known and near:
             yield (
                 f"{key}={value}: no option of sbatch; did you mean"

@@ -325,7 +325,7 @@ def read(
         raise ValueError(f"{CONFIG}: {odd[0]}={said.get(odd[0])} is not read here, plain LoRA is")
     for key, ours, wanted in (("r", "lora.rank", rank), ("lora_alpha", "lora.alpha", alpha)):
         if said.get(key) != wanted:
-            raise ValueError(f"{CONFIG} says {key}={said.get(key)}; write {ours}={said.get(key)}")
+            raise ValueError(f"{CONFIG} says {key}={said.get(key)}; set {ours}={said.get(key)}")
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as e:

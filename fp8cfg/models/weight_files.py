@@ -22,6 +22,6 @@ def no_weights(folder: Path) -> str:
             f' python -c "{line}"'
         )
     return (
-        f"has neither {WHOLE} nor {INDEX}; copy the weights there, or write model.weights=null to"
+        f"has neither {WHOLE} nor {INDEX}; copy the weights there, or set model.weights=null to"
         " start from random weights"
     )

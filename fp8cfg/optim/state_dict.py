@@ -274,7 +274,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         if self._owned is not None or self.sharded:
             raise RuntimeError(
                 "the optimizer's state is split over the ranks (storage.shard); save checkpoints by"
-                " fp8cfg.fit, or write storage.shard=none"
+                " fp8cfg.fit, or set storage.shard=none"
             )
         groups, tensors = (
             [hyperparameters(group) for group in self.param_groups],

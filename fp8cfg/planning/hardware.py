@@ -123,7 +123,7 @@ def find_hardware(accelerator: str) -> Hardware:
         problem = no_cuda()
         if problem:
             raise ConfigError(
-                f"trainer.accelerator=cuda: torch has no CUDA device here ({problem}); write cpu"
+                f"trainer.accelerator=cuda: torch has no CUDA device here ({problem}); set cpu"
                 " or auto"
             )
     if accelerator == "cpu" or not torch.cuda.is_available():

@@ -161,14 +161,14 @@ def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequ
 
     if recipe.storage.shard == "fsdp":
         raise ConfigError(
-            "storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write"
+            "storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; set"
             " fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's"
             " fully_shard on it"
         )
     transformer_keys = changed(recipe.data, "reset_attention_mask", "reset_position_ids")
     refuse_if(
         [
-            f"{key}: of the Transformer of a recipe, not of a model of your own; write false"
+            f"{key}: of the Transformer of a recipe, not of a model of your own; set it to false"
             for key in transformer_keys
         ]
     )
@@ -203,7 +203,7 @@ def _check_tokens(recipe: Recipe, choice: Choice) -> None:
     raise ConfigError(
         f"trainer.micro_batch_size={micro}: with model.seq_length={length}{split}"
         f" that is {tokens} tokens, backend={choice.backend} needs a multiple of {multiple};"
-        f" write backend=native, or model.seq_length={ceil(length / step) * step}"
+        f" set backend=native, or model.seq_length={ceil(length / step) * step}"
     )
 
 
@@ -231,7 +231,7 @@ def cut_if_smoke(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     """
     if model is not None and recipe.trainer.smoke:
         raise ConfigError(
-            "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write"
+            "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; set"
             " false, and a small trainer.global_batch_size and trainer.max_steps"
         )
     return smoke.cut_recipe(recipe, sharding.ranks())

@@ -55,7 +55,7 @@ def precision_limits(recipe: Recipe) -> list[Violation]:
             _violation(
                 f"log.fp8_stats_every_n_steps={interval}",
                 f"one rank measures, and under pipeline_model_parallel_size={stages} none has all"
-                " layers; write 0",
+                " layers; set it to 0",
             )
         )
     return violations
@@ -95,7 +95,7 @@ def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
         _violation(
             "lora.targets",
             f"no layer of pipeline stage {empty} has an adapter, so that it has nothing"
-            f" to train; name layers of each stage, or write {key}=1",
+            f" to train; name layers of each stage, or set {key}=1",
         )
     ]
 
@@ -126,7 +126,7 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
     microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
     yield _violation(
         f"{strategy.key('pipeline_model_parallel_size')}={stages}",
-        f"a step has {microbatches} on each rank, and {reason}; write {fix}",
+        f"a step has {microbatches} on each rank, and {reason}; set {fix}",
     )
 
 
@@ -156,13 +156,13 @@ def _size_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
             fix = f"model.{name}={-(-size // tensor) * tensor}"
             if name == "num_query_groups":  # more groups would be another model
                 fix = f"{key}={gcd(size, tensor)}"
-            yield _violation(f"{key}={tensor}", f"does not divide model.{name}={size}; write {fix}")
+            yield _violation(f"{key}={tensor}", f"does not divide model.{name}={size}; set {fix}")
     context = strategy.context_parallel_size
     if strategy.sequence_parallel and model.seq_length // context % tensor:
         ranks = tensor * context
         yield _violation(
             f"{strategy.key('sequence_parallel')}=true",
-            f"splits model.seq_length={model.seq_length} over {ranks} ranks; write"
+            f"splits model.seq_length={model.seq_length} over {ranks} ranks; set"
             f" model.seq_length={-(-model.seq_length // ranks) * ranks}",
         )
 
@@ -175,7 +175,7 @@ def _dropout_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
         yield _violation(
             f"lora.dropout={recipe.lora.dropout:g}",
             f"ranks would drop the same channels of each part of an input, and"
-            f" tensor_model_parallel_size={tensor} splits inputs; write 0",
+            f" tensor_model_parallel_size={tensor} splits inputs; set it to 0",
         )
 
 
@@ -207,7 +207,7 @@ def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
     yield _violation(
         "storage",
         "state in fewer bits, but for moments and gradients over float32 masters, is that"
-        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write"
+        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; set"
         f" {overrides}",
     )
 
@@ -228,18 +228,18 @@ def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     if fp8.dot_product_attention:
         yield _violation(
             "fp8.dot_product_attention=true",
-            f"attention in FP8 takes all heads, and {key} splits them; write false",
+            f"attention in FP8 takes all heads, and {key} splits them; set it to false",
         )
     interval = recipe.log.fp8_stats_every_n_steps
     if interval:
         yield _violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            f"one rank measures, and under {key} none has whole matrices; write 0",
+            f"one rank measures, and under {key} none has whole matrices; set it to 0",
         )
     if not fp8.reduce_amax:
         yield _violation(
             "fp8.reduce_amax=false",
-            f"parts of a matrix share one scale under {key}; write true",
+            f"parts of a matrix share one scale under {key}; set it to true",
         )
     yield from _alignment_violations(recipe, tensor)
 
@@ -272,7 +272,7 @@ def _alignment_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
             yield _violation(
                 f"fp8.scaling={recipe.fp8.scaling}",
                 f"tensor_model_parallel_size={tensor} gives each rank {width} channels of {name},"
-                f" which must be a multiple of {multiple}; write fp8.exclude=[*.{name}], another"
+                f" which must be a multiple of {multiple}; set fp8.exclude=[*.{name}], another"
                 f" {keys[name]}, or a smaller tensor_model_parallel_size",
             )
 
@@ -319,12 +319,12 @@ def _level_violation(recipe: Recipe, condition: str, keys: Sequence[str]) -> Vio
             fix += " opt_level=null"
         return _violation(
             f"backend={precision.backend}",
-            f"its level {level(precision)} goes {condition}; write {fix}",
+            f"its level {level(precision)} goes {condition}; set {fix}",
         )
     fix = "opt_level=null"
     if len(keys) == 1 and recipe.trainer.strategy.chunks == 1:
         fix += f", or {keys[0]}=1"
-    return _violation(f"opt_level={precision.opt_level}", f"goes {condition}; write {fix}")
+    return _violation(f"opt_level={precision.opt_level}", f"goes {condition}; set {fix}")
 
 
 def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
@@ -337,7 +337,7 @@ def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
         fix += " storage.accumulate=wide"
     yield _violation(
         f"storage.comm={storage.comm}",
-        f"gradients sent in FP8 go {condition}; write {fix}",
+        f"gradients sent in FP8 go {condition}; set {fix}",
     )
 
 
@@ -367,5 +367,5 @@ def _owner_violations(recipe: Recipe, shards: int, condition: str) -> Iterator[V
         setting += f", which is {shard}"
     yield _violation(
         setting,
-        f"tensors of this state have owners, which go {condition}; write storage.shard=none",
+        f"tensors of this state have owners, which go {condition}; set storage.shard=none",
     )

@@ -326,7 +326,7 @@ def _tokenizer_problems(recipe: Recipe) -> list[str]:
     if tokenizer is None and data.name != "tokens" and rows <= BYTES:
         problems.append(
             f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
-            f" data={data.name} has without data.tokenizer; write {BYTES + 16} or more"
+            f" data={data.name} has without data.tokenizer; set {BYTES + 16} or more"
         )
     return problems
 

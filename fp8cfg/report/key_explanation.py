@@ -67,7 +67,7 @@ def _ranks(recipe: Recipe) -> int:
 
 
 def _none(line: str) -> str:
-    return "no effect" + line.partition(_INERT)[2].replace("; drop it or ", "; ")
+    return "no effect" + line.partition(_INERT)[2].replace("; remove it or ", "; ")
 
 
 def _answer(recipe: Recipe, key: str, value: Any) -> str | None:

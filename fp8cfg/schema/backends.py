@@ -100,9 +100,9 @@ def offered() -> dict[str, EntryPoint]:
     for point in packages.offered(GROUP):
         if not NAME.fullmatch(point.name):
             # The name is a value of `backend` on the command line and part of a module path.
-            packages.warn(point, "is no name of letters, digits and '_'")
+            packages.warn(point, "is not a name of letters, digits and '_'")
         elif point.name in ("auto", *shipped(), *points):
-            packages.warn(point, "has a name that is taken")
+            packages.warn(point, "has the name of another backend")
         else:
             points[point.name] = point
     return points
@@ -128,7 +128,7 @@ def package(name: str) -> Any:
     if found is not None and not isinstance(getattr(found, "CAPABILITIES", None), Capabilities):
         packages.warn(
             offered()[name],
-            "has no CAPABILITIES, an object of fp8cfg.schema.backends.Capabilities",
+            "has no CAPABILITIES of class fp8cfg.schema.backends.Capabilities",
         )
         return None
     return found
@@ -147,11 +147,11 @@ def part(name: str, which: str) -> Any:
         ConfigError: The backend is unknown, or an installed package is broken.
     """
     if name not in names():
-        raise ConfigError(f"backend={name}: not in this version; write backend=native")
+        raise ConfigError(f"backend={name}: not in this version; set backend=native")
     found = package(name)
     if found is None:
         raise ConfigError(
-            f"backend={name}: {packages.described(offered()[name])} cannot be loaded; write"
+            f"backend={name}: {packages.described(offered()[name])} cannot be loaded; set"
             " backend=native"
         )
     if (name, which) not in _PARTS:
@@ -167,7 +167,7 @@ def part(name: str, which: str) -> Any:
                 raise
             raise ConfigError(
                 f"backend={name}: {packages.described(offered()[name])} has no {which} "
-                f"({packages.reason(error)}); write backend=native"
+                f"({packages.reason(error)}); set backend=native"
             ) from None
         _PARTS[name, which] = loaded_part
     return _PARTS[name, which]
@@ -206,7 +206,7 @@ def gathering() -> list[str]:
 # Compute capabilities
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)
-EMULATE = "write fp8.emulate=true to emulate"
+EMULATE = "set fp8.emulate=true to emulate"
 """Advice for GPUs without FP8 GEMMs."""
 
 

@@ -27,7 +27,7 @@ _PART: dict[str, Any] = {
 SHIPPED = ("stdlib", "tiny")
 """Corpora that need no path."""
 
-NO_ADDRESS = "data are files, not an address; download them, and write where they are"
+NO_ADDRESS = "is a URL, not a local path; download the files and set their path"
 """The problem with a path such as hf://OWNER/NAME."""
 
 
@@ -111,4 +111,4 @@ def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
     weight: Any = part.get("weight")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight < math.inf:
-        yield f"{key}.weight={spelled(weight)}: needs a number more than 0"
+        yield f"{key}.weight={spelled(weight)}: must be a number above 0"

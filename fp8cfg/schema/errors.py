@@ -128,8 +128,8 @@ def suggest(word: str, options: Iterable[str]) -> str:
 def folder_taken(folder: str) -> str:
     """Returns the message about a run folder that contains another run."""
     return (
-        f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or"
-        " name another folder"
+        f"{folder}: already contains a run; continue it with fp8cfg resume {shlex.quote(folder)},"
+        " or set another log.folder"
     )
 
 
@@ -168,8 +168,8 @@ def out_of_memory(error: BaseException) -> str:
     first_line = str(error).strip().partition("\n")[0][:200]
     details = f" ({first_line})" if first_line else ""
     return (
-        f"out of memory{details}: lower trainer.micro_batch_size or model.seq_length, or take a"
-        " smaller model; fp8cfg plan has what a recipe takes"
+        f"out of memory{details}: lower trainer.micro_batch_size or model.seq_length, or use a"
+        " smaller model; fp8cfg plan shows the memory of a recipe"
     )
 
 
@@ -248,13 +248,13 @@ def _missing_folder(error: OSError) -> str:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "the working directory is gone; cd to one that is there"
+        return "the working directory was deleted; cd to another folder"
     # Inductor creates its cache folder. It fails with a bare OSError if it cannot.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if cache and error.filename == cache and not os.path.isdir(cache):
         return (
-            f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({error.strerror});"
-            " set it to one, or unset it"
+            f"TORCHINDUCTOR_CACHE_DIR={cache}: cannot be created ({error.strerror}); set it to"
+            " a writable folder or unset it"
         )
     return ""
 

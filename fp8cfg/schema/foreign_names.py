@@ -289,9 +289,7 @@ _NEMO_NODES = {
     ),
     "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep",
     "log.extra_loggers": "log.loggers",
-    "trainer.callbacks": (
-        "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback"
-    ),
+    "trainer.callbacks": "fp8cfg.fit(job, callbacks=[...]) with subclasses of fp8cfg.Callback",
     "trainer.logger": "log.loggers",
     "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
     "peft": "lora: task=lora, lora.rank, lora.alpha, lora.targets",
@@ -299,7 +297,7 @@ _NEMO_NODES = {
     "model.config": "model itself, as in model.num_layers",
     "trainer.strategy.ddp": "trainer.devices, storage.comm and storage.shard",
     # arguments of its recipe functions, and methods of run.Config
-    "callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
+    "callbacks": "fp8cfg.fit(job, callbacks=[...]) with subclasses of fp8cfg.Callback",
     "tokenizer": "data.tokenizer",
     "clone": "copy.deepcopy(recipe)",
     "to_yaml": "fp8cfg.to_yaml(recipe)",
@@ -378,15 +376,13 @@ DERIVED = {
         "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)"
     ),
     "model.head_dim": (
-        "model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"
+        "model.kv_channels, or model.hidden_size / model.num_attention_heads if that is null"
     ),
     "attn_implementation": "chosen by torch's scaled_dot_product_attention",
     "model.attn_implementation": "chosen by torch's scaled_dot_product_attention",
-    "expert_model_parallel_size": "1, since the models of this version have no experts",
-    "trainer.strategy.expert_model_parallel_size": (
-        "1, since the models of this version have no experts"
-    ),
-    "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
+    "expert_model_parallel_size": "1, because no model here has experts",
+    "trainer.strategy.expert_model_parallel_size": "1, because no model here has experts",
+    "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr if that is null",
     "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
 }
 """Keys that follow from other keys and cannot be set, with their definition."""
@@ -402,7 +398,7 @@ ABSENT = {
     **dict.fromkeys(("wandb_entity", "wandb_mode", "wandb_group"), _WANDB_VARIABLES),
     **dict.fromkeys(
         ("load_in_8bit", "load_in_4bit", "quantization_config"),
-        "integer weights are not trained here; fp8.params=true stores weights in FP8",
+        "integer weights cannot be trained; fp8.params=true stores weights in FP8",
     ),
     **dict.fromkeys(
         ("flash_attention", "use_flash_attn", "use_flash_attention", "flash_attn"),
@@ -415,11 +411,11 @@ ABSENT = {
         ("profiling", "enable_profiling", "enable_memory_snapshot"),
         "there is no profiler; fp8cfg plan predicts step time and memory",
     ),
-    "config_file": "a file stands by itself: fp8cfg FILE.yaml",
+    "config_file": "pass a file without a key: fp8cfg FILE.yaml",
     "data_parallel_shard_degree": (
-        "write storage.shard=fsdp, whose size follows from the number of ranks"
+        "set storage.shard=fsdp; its size follows from the number of ranks"
     ),
-    "model.hf": "write recipe=from_hf model.path=FOLDER",
+    "model.hf": "set recipe=from_hf model.path=FOLDER",
 }
 """Keys of features that do not exist here, or their last names, with an alternative."""
 
@@ -588,7 +584,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         )
     if re.split("[./]", key)[0] == "hydra":
         return (
-            f"{key}: settings of Hydra itself are not part of a recipe; the command line takes them"
+            f"{key}: Hydra's own settings are not part of a recipe; pass them on the command line"
         )
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
@@ -604,7 +600,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         return f"{key}: no such key; {absent}"
     # The key exists, so it must be a dotted name inside a node.
     if key in known:
-        return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
+        return f"{key}: use dotted names only at the top level of a file; write a node for each dot"
     return f"{key}: no such key{_hint(key, known)}"
 
 
@@ -622,7 +618,7 @@ def _our_key(leaf: str, value: object, ours: str) -> str:
     else:
         our_value = _our_value(ours, value)
     if our_value:
-        return f"={value}: no such key; write {ours}={our_value}"
+        return f"={value}: no such key; set {ours}={our_value}"
     preset = " (precision=bf16_fp8)" if ours in ("precision", "trainer.plugins") else ""
     return f": no such key; it belongs to {ours}{preset}"
 

@@ -87,11 +87,11 @@ def _reason(error: Exception, name: str) -> str:
     # The order matters: GatedRepoError is a RepositoryNotFoundError.
     repository, revision = split_hub_id(name)
     if isinstance(error, errors.HFValidationError) or "/" not in repository:
-        return "is no id of the hub; write hf://OWNER/NAME"
+        return "is not a hub id; write hf://OWNER/NAME"
     if isinstance(error, errors.GatedRepoError):
         return "is gated; ask for access on its page, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such repository, or none for this token (HF_TOKEN)"
+        return "not found on the hub, or not accessible with this token (HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision}"
     why = str(error.__cause__ or error).partition("\n")[0]

@@ -134,7 +134,7 @@ class Family:
         required = ("num_layers", "hidden_size", "num_attention_heads")
         missing = [theirs_of[key] for key in required if key not in values]
         if missing:
-            raise ConfigError([f"config.json: has no {key}" for key in missing])
+            raise ConfigError([f"config.json: {key} is missing" for key in missing])
         # GPT-2's n_inner is null, which means four times the hidden size.
         if "ffn_hidden_size" not in values:
             values["ffn_hidden_size"] = 4 * values["hidden_size"]
@@ -154,8 +154,8 @@ class Family:
         for key, value in {**FIXED, **self.fixed}.items():
             if config.get(key) not in (None, value):
                 problems.append(
-                    f"config.json: {key}={config[key]}: not in this version, {self.model_type} is"
-                    f" read with {value}"
+                    f"config.json: {key}={config[key]}: not supported, {self.model_type} needs"
+                    f" {value}"
                 )
         if problems:
             raise ConfigError(problems)
@@ -232,8 +232,8 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     if model_type not in families:
         raise ConfigError(
-            f"config.json: model_type={model_type}: no such family"
-            f" here{suggest(model_type, families)}; they are {', '.join(families)}"
+            f"config.json: model_type={model_type}: not"
+            f" supported{suggest(model_type, families)}; supported are {', '.join(families)}"
         )
     return families[model_type]
 
@@ -259,7 +259,7 @@ def family_of_model(model: Model) -> Family:
             nearest = [
                 f"{candidate.model_type} has no model.{key}={wanted[key]}" for key in different
             ]
-    raise ConfigError(f"no model of transformers computes this one: {'; '.join(nearest)}")
+    raise ConfigError(f"transformers has no such model: {'; '.join(nearest)}")
 
 
 def computed_keys(model: Model) -> dict[str, Any]:
@@ -307,9 +307,7 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     full = parameters.get("full_attention", parameters)
     local = parameters.get("sliding_attention", {})
     if not isinstance(full, Mapping) or not isinstance(local, Mapping):
-        raise ConfigError(
-            "config.json: rope_parameters: expected an object for each kind of layers"
-        )
+        raise ConfigError("config.json: rope_parameters: expected an object for each layer type")
     base = config.get("rope_theta", model.rotary_base)
     share = config.get("partial_rotary_factor", model.rotary_percent)
     scaling = full if parameters else config.get("rope_scaling") or {}
@@ -333,7 +331,7 @@ def _read_rope_scaling(scaling: Mapping[str, Any]) -> RopeScaling:
     # Older versions of transformers wrote "type" for "rope_type".
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("linear", "llama3") and "factor" not in scaling:
-        raise ConfigError(f"config.json: rope_type={kind}: has no factor")
+        raise ConfigError(f"config.json: rope_type={kind}: factor is missing")
     if kind == "default":
         return RopeScaling()
     if kind == "linear":
@@ -344,7 +342,7 @@ def _read_rope_scaling(scaling: Mapping[str, Any]) -> RopeScaling:
         }
         return RopeScaling(factor=scaling["factor"], **values)
     raise ConfigError(
-        f"config.json: rope_type={kind}: not in this version; default, linear and llama3 are"
+        f"config.json: rope_type={kind}: not supported; use default, linear or llama3"
     )
 
 
@@ -404,8 +402,8 @@ def _read_windows(config: Mapping[str, Any], model: Model, num_layers: int) -> d
         return {"sliding_window": None, "window_attn_skip_freq": None, "rotary_base_local": None}
     if config.get("use_sliding_window") and not layer_types:
         raise ConfigError(
-            "config.json: use_sliding_window=True: needs layer_types, which say which layers"
-            " have one"
+            "config.json: use_sliding_window=True: needs layer_types to tell which layers have a"
+            " window"
         )
     return {"sliding_window": window, "window_attn_skip_freq": interval}
 
@@ -430,8 +428,7 @@ def _window_interval(has_window: list[bool], expected: int | None, num_layers: i
     if all(has_window):
         return None
     raise ConfigError(
-        "config.json: layer_types: layers without a sliding window must stand at even distances"
-        " here"
+        "config.json: layer_types: layers without a sliding window must be evenly spaced"
     )
 
 
@@ -476,13 +473,13 @@ def read_config_json(folder: str, key: str) -> dict[str, Any]:
     except FileNotFoundError:
         # OWNER/NAME without hf:// is a relative path here. transformers takes it for an id.
         looks_like_hub_id = folder.count("/") == 1 and folder[0] not in "/~."
-        hint = f"; of the hub write {key}={PREFIX}{folder}" if looks_like_hub_id else ""
-        raise ConfigError(f"{key}={folder}: there is no {path}{hint}") from None
+        hint = f"; for a hub id write {key}={PREFIX}{folder}" if looks_like_hub_id else ""
+        raise ConfigError(f"{key}={folder}: {path} not found{hint}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key}={folder}: {path} cannot be read ({reason})") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{key}={folder}: {path} is no JSON object")
+        raise ConfigError(f"{key}={folder}: {path} is not a JSON object")
     return config
 
 
@@ -504,9 +501,7 @@ def read_pretrained_model(folder: str, key: str) -> tuple[Family, Model]:
         raise ConfigError([f"{key}={folder}: {line}" for line in error.problems]) from None
     # A config.json may have any nonsense that `_check_types` does not cover.
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{key}={folder}: {CONFIG_FILE} says what no such model has ({error})"
-        ) from None
+        raise ConfigError(f"{key}={folder}: {CONFIG_FILE} is invalid ({error})") from None
 
 
 def with_pretrained_shape(recipe: Recipe) -> Recipe:
@@ -539,7 +534,7 @@ def family_of_weights(model: Model) -> Family:
             )
     if different:
         warnings.warn(
-            f"model.weights={model.weights}: were trained otherwise: {', '.join(different)}",
+            f"model.weights={model.weights}: trained with other settings: {', '.join(different)}",
             PlainWarning,
             stacklevel=2,
         )

@@ -117,7 +117,7 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         if field is not None and not field.is_required():
             default = field.get_default(call_default_factory=True)
             if not isinstance(default, Node):
-                advice = f"; write {self.key(name)}={shown_value(default)}, its default"
+                advice = f"; set {self.key(name)}={shown_value(default)}, its default"
         raise ConfigError(
             f"{self.key(name)}: a key always has a value and cannot be deleted{advice}"
         )
@@ -213,7 +213,7 @@ def _normalize_number(key: str, annotation: Any, value: float) -> float:
     takes_integer = int in (annotation, *typing.get_args(annotation))
     is_whole = isinstance(value, int) or takes_integer
     if is_whole and LARGEST < abs(value) < math.inf:
-        raise ConfigError(f"{key}: a number of more digits than any key takes")
+        raise ConfigError(f"{key}: the number has too many digits")
     if takes_integer and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -248,8 +248,8 @@ def as_declared(node: N, declared: type[N]) -> N:
     for name in cls.model_fields:
         if name not in declared.model_fields:
             raise ConfigError(
-                f"{declared.key(name)}: a field of {cls.__name__} alone, which nothing reads; drop"
-                " it from that class"
+                f"{declared.key(name)}: nothing reads this field of {cls.__name__}; remove it from"
+                " the class"
             )
     return declared(**{name: getattr(node, name) for name in declared.model_fields})
 

@@ -89,7 +89,7 @@ def document_keys(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
         if inner_fields:
             more = f"Keys: {', '.join(inner_fields)}."
         else:
-            more = f"fp8cfg.explain(recipe, {key!r}) says what it does in a recipe."
+            more = f"fp8cfg.explain(recipe, {key!r}) explains it in a recipe."
         setattr(cls, name, Key(name, f"{key}: {text}\n\n{more}"))
     for member in vars(cls).values():
         if isinstance(member, property) and member.fget is not None:

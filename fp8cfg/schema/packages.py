@@ -33,7 +33,7 @@ def warn(point: importlib.metadata.EntryPoint, what: str) -> None:
         point: The entry point.
         what: The reason, as the end of a sentence.
     """
-    warnings.warn(f"{described(point)} {what}; it is left out", PackageWarning, stacklevel=3)
+    warnings.warn(f"{described(point)} {what}; it is skipped", PackageWarning, stacklevel=3)
 
 
 def described(point: importlib.metadata.EntryPoint) -> str:

@@ -34,7 +34,7 @@ def functions(folder: Path) -> dict[str, str]:
             continue
         for name in header[1].split(", "):
             if name in files:
-                raise ConfigError(f"{file}: {name} is the name of {files[name]}.yaml already")
+                raise ConfigError(f"{file}: {name} is already the name of {files[name]}.yaml")
             files[name] = file.stem
     return files
 
@@ -82,7 +82,7 @@ def precision_preset(name: str) -> Precision:
         if ours:
             hint = f"; did you mean {ours!r}?"
         else:
-            hint = suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
+            hint = suggest(name, [*known, *FUNCTIONS]) or "; see fp8cfg list precision"
         raise ConfigError(f"precision={name}: no such precision preset{hint}")
     preset = Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
     record(preset.fp8, type(preset.fp8).model_fields)

@@ -150,7 +150,7 @@ class Recipe(Node):
         if not isinstance(other, Recipe):
             advice = "compose(['recipe=llama_8b']) gives one"
             if isinstance(getattr(other, "recipe", None), Recipe):
-                advice = "write job.recipe"
+                advice = "pass job.recipe"
             raise ConfigError(f"diff: expected a Recipe, got {type(other).__name__}; {advice}")
         return differences(self, other)
 

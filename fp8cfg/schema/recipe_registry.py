@@ -79,7 +79,7 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
         "recipe",
         fn,
         Callable,  # type: ignore[arg-type]
-        "a function that gives a Recipe; those of fp8cfg.recipes are called",
+        "a function that returns a Recipe; call the functions of fp8cfg.recipes",
     )
     # Arguments of `fn` are passed to it. All other arguments are assigned to its recipe afterwards.
     own_parameters = {}
@@ -133,7 +133,7 @@ def _register(fn: RecipeFunction) -> None:
     """Adds `fn` to the registry. Raises ConfigError for a taken or invalid name."""
     name = fn.__name__
     if not NAME.fullmatch(name):
-        raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
+        raise ConfigError(f"recipe {name}: a name has only letters, digits and '_'")
     other = _RECIPES.get(name)
     if other is not None:
         # A repeated notebook cell or a reloaded module replaces its own recipes.
@@ -220,7 +220,7 @@ def apply_task(recipe: Recipe, name: str) -> None:
     """
     tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
     if name not in tasks:
-        hint = suggest(str(name), tasks) or f"; there are {', '.join(tasks)}"
+        hint = suggest(str(name), tasks) or f"; choose from {', '.join(tasks)}"
         raise ConfigError(f"task={name}: no such task{hint}")
     for node_name, values in _read_task(name).items():
         node = getattr(recipe, node_name)

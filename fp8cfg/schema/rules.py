@@ -21,7 +21,6 @@ from fp8cfg.schema.data import NO_ADDRESS, SHIPPED, Data
 from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import LoRA
-from fp8cfg.schema.rules_fp8 import without_fp8
 from fp8cfg.schema.rules_layout import nearest_multiple, strategy_rules, uneven_batch
 from fp8cfg.schema.rules_precision import precision_rules
 from fp8cfg.schema.storage import low_bit
@@ -82,14 +81,14 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if model.kv_channels is None:
             yield Violation(
                 f"model.hidden_size={model.hidden_size}",
-                f"{heads} heads of {model.head_dim}, and rotary positions need an even head width;"
+                f"gives heads of {model.head_dim} channels, but rotary positions need an even number;"
                 f" nearest is {nearest_multiple(model.hidden_size, 2 * heads)}, or set"
                 " model.kv_channels",
             )
         else:
             yield Violation(
                 f"model.kv_channels={model.head_dim}",
-                f"rotary positions need an even head width; nearest is {model.head_dim + 1}",
+                f"must be even for rotary positions; nearest is {model.head_dim + 1}",
             )
     # Grouped-query attention: the same number of query heads shares each key-value head.
     if heads % groups:
@@ -117,7 +116,7 @@ def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             scaling,
             other_keys,
-            " while model.rope_scaling.factor=1; set the factor (Llama 3.1 has 8)",
+            " with model.rope_scaling.factor=1; set the factor (Llama 3.1: 8)",
             "model.rope_scaling.factor",
         )
     # Position interpolation (arXiv 2306.15595) divides every frequency by the factor. The other
@@ -126,7 +125,7 @@ def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             scaling,
             ("low_freq_factor", "high_freq_factor", "original_max_position"),
-            " with model.rope_scaling.rope_type=linear, which stretches all",
+            " with model.rope_scaling.rope_type=linear, which scales all frequencies",
             "model.rope_scaling.rope_type",
         )
     # Llama 3.1 blends frequencies between the two, and the blend divides by their difference.
@@ -145,7 +144,7 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             model,
             ("window_attn_skip_freq", "rotary_base_local"),
-            " while model.sliding_window=null (no layer has one)",
+            " with model.sliding_window=null; set a window",
             "model.sliding_window",
         )
     # Pretrained weights are not drawn, so init_method_std does nothing. The exception is low-bit
@@ -155,14 +154,14 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             model,
             ("init_method_std",),
-            " beside model.weights, which are not drawn; drop it",
+            " with model.weights, which are loaded and not initialized; remove it",
             "model.weights",
         )
     if model.add_bias_linear:
         yield from idle(
             model,
             ("add_qkv_bias",),
-            " with model.add_bias_linear=true, which has these too",
+            " with model.add_bias_linear=true, which adds these biases too",
             "model.add_bias_linear",
         )
     has_fp8_attention = recipe.fp8.enabled and recipe.fp8.dot_product_attention
@@ -170,7 +169,7 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if has_fp8_attention and model.attn_logit_softcapping is not None:
         yield Violation(
             "fp8.dot_product_attention=true",
-            "attention in FP8 knows no model.attn_logit_softcapping; write"
+            "FP8 attention does not support model.attn_logit_softcapping; set"
             " fp8.dot_product_attention=false",
         )
 
@@ -186,26 +185,27 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
             nearest = max(2, round(channels / 2) * 2) / model.head_dim
             yield Violation(
                 f"model.rotary_percent={model.rotary_percent:g}",
-                f"of {model.head_dim} channels of a head that is {channels:g}, and must be an even"
-                f" number; nearest is {nearest:g}",
+                f"rotates {channels:g} of {model.head_dim} channels of a head, but the number must be"
+                f" even; nearest is {nearest:g}",
             )
         return
     yield from idle(
         model,
         ("rotary_base", "rotary_percent", "rotary_base_local"),
-        " with model.position_embedding_type=learned_absolute, which rotates nothing",
+        " with model.position_embedding_type=learned_absolute, which has no rotary positions",
         "model.position_embedding_type",
     )
     if model.rope_scaling.factor != 1.0:
         yield Violation(
             "model.rope_scaling.factor",
-            "has no effect with model.position_embedding_type=learned_absolute; write 1",
+            "has no effect with model.position_embedding_type=learned_absolute; set it to 1",
         )
     positions = model.max_position_embeddings
     if positions is not None and positions < model.seq_length:
         yield Violation(
             f"model.seq_length={model.seq_length}",
-            f"more than model.max_position_embeddings={positions}, the positions that are learned",
+            f"longer than model.max_position_embeddings={positions}, the learned positions; set it to"
+            f" {positions} or less",
         )
 
 
@@ -214,12 +214,12 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     lora, precision = recipe.lora, recipe.precision
     if not lora.enabled:
         other_keys = [name for name in LoRA.model_fields if name != "enabled"]
-        why = " while lora.enabled=false; write task=lora"
+        why = " with lora.enabled=false; set task=lora"
         yield from idle(lora, other_keys, why, "lora.enabled")
         return
     if not lora.targets:
         yield Violation(
-            "lora.targets=[]", "leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
+            "lora.targets=[]", "adds no adapter; set it to [q_proj,v_proj] or remove it"
         )
     # A backend matters only if it replaces layers: for FP8, or to store their weights itself.
     # backend=auto picks one with adapters.
@@ -228,7 +228,7 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if precision.backend != "auto" and converts_layers and not backend.adapters:
         yield Violation(
             f"backend={precision.backend}",
-            "has no adapters over its layers; write backend=native",
+            "does not support LoRA adapters; set backend=native",
             [("backend", "auto")],
             ["lora.enabled"],
         )
@@ -236,7 +236,7 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if interval:
         yield Violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            "measures the gradients of weights, which lora.enabled=true freezes; drop it",
+            "measures gradients of weights, but lora.enabled=true freezes them; remove it",
             [("log.fp8_stats_every_n_steps", 0)],
             ["lora.enabled"],
         )
@@ -253,7 +253,7 @@ def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if data.mixture and data.path:
         yield Violation(
             f"data.path={data.path}",
-            "has no effect beside data.mixture; put it in there, with a weight",
+            "has no effect with data.mixture; add it to the mixture, with a weight",
         )
     for key, path in data.paths.items():
         if "://" in path:
@@ -262,7 +262,7 @@ def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             data,
             ("validation_path",),
-            f" with data={data.name}, which holds out its own end; set data.path too",
+            f" with data={data.name}, which validates on the end of its own text; set data.path too",
             "data.name",
         )
     yield from _streaming_rules(data)
@@ -272,7 +272,7 @@ def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             data,
             ("text_key",),
-            f" with data={data.name}; tables have columns: {', '.join(tables)}",
+            f" with data={data.name}; only these have columns: {', '.join(tables)}",
             "data.name",
         )
     yield from _document_rules(recipe)
@@ -286,7 +286,7 @@ def missing_data(recipe: RecipeFields) -> Iterator[Violation]:
     expected = {
         "text": "folder of text files",
         "tokens": ".bin/.idx prefix",
-        "chat": ".jsonl file of conversations; or write data=NAME of another kind",
+        "chat": ".jsonl file of conversations, or another data=NAME",
         "dataset": "folder of save_to_disk",
     }
     what = expected.get(data.name, f".{data.name} file")
@@ -306,10 +306,10 @@ def _path_kind_rules(data: Data) -> Iterator[Violation]:
             # Text data may have any ending, but a table would train on its own syntax.
             kind = data_kinds.kind_by_ending(path)
             if kind in data_kinds.TABLES and kind != data.name:
-                as_text = ", it would train on the raw file" if data.name == "text" else ""
-                yield Violation(
-                    f"{key}={path}", f"not data={data.name}{as_text}; write data={kind}"
-                )
+                why = f"not data={data.name}"
+                if data.name == "text":
+                    why = "but data=text would train on the raw file"
+                yield Violation(f"{key}={path}", f"needs data={kind}, {why}; set data={kind}")
 
 
 def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) -> Violation:
@@ -329,8 +329,8 @@ def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) 
         return Violation(setting, f"{why}; set data to its kind: {', '.join(names)} or chat")
     # stdlib is the default, so a path alone says what the user wants. Another name is an override.
     if data.name != "stdlib":
-        return Violation(setting, f"{why}; write data={kind}")
-    return Violation(setting, f"{why}; write data={kind}", [("data.name", kind)], [key])
+        return Violation(setting, f"{why}; set data={kind}")
+    return Violation(setting, f"{why}; set data={kind}", [("data.name", kind)], [key])
 
 
 def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
@@ -340,21 +340,21 @@ def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             data,
             ("validation_fraction",),
-            " beside data.validation_path, which is held out",
+            " with data.validation_path; remove one of them",
             "data.validation_path",
         )
     elif data.streaming:
         yield from idle(
             data,
             ("validation_fraction",),
-            " with data.streaming=true, of which nothing is held out",
+            " with data.streaming=true; set data.validation_path instead",
             "data.streaming",
         )
         interval = recipe.trainer.val_check_interval
         if interval:
             yield Violation(
                 f"trainer.val_check_interval={interval}",
-                "nothing of a stream is held out; write data.validation_path, or 0",
+                "a stream has no held-out part; set data.validation_path, or set it to 0",
                 [("trainer.val_check_interval", 0)],
                 ["data.streaming"],
             )
@@ -366,15 +366,15 @@ def _streaming_rules(data: Data) -> Iterator[Violation]:
         yield from idle(
             data,
             ("streaming",),
-            f" with data={data.name}; what is streamed is {', '.join(STREAMS[:-1])} or"
-            f" {STREAMS[-1]}",
+            f" with data={data.name}; only {', '.join(STREAMS[:-1])} and {STREAMS[-1]} can be"
+            " streamed",
             "data.name",
         )
     if data.streaming and data.mixture:
         yield Violation(
             "data.streaming=true",
-            "there is one stream, and data.mixture has several parts; write token files of each"
-            " with fp8cfg data prepare, or false",
+            "does not work with data.mixture; make token files of each part with fp8cfg data"
+            " prepare, or set it to false",
             [("data.streaming", False)],
             ["data.mixture"],
         )
@@ -385,21 +385,21 @@ def _document_rules(recipe: RecipeFields) -> Iterator[Violation]:
     data = recipe.data
     # The three keys separate documents that are packed into one sample.
     if data.name == "chat":
-        why = " with data=chat, where each sample is one conversation"
+        why = " with data=chat, whose samples are single conversations"
         yield from idle(data, DOCUMENT_KEYS, why, "data.name")
     elif data.name == "tokens" and data.tokenizer is None:
         for name in DOCUMENT_KEYS:
             if getattr(data, name):
                 yield Violation(
                     f"data.{name}=true",
-                    "token files do not say which token ends a document; write data.tokenizer",
+                    "token files do not store the end-of-document token; set data.tokenizer",
                     [(f"data.{name}", False)],
                     ["data.name", "data.tokenizer"],
                 )
     if data.reset_attention_mask and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
         yield Violation(
             "data.reset_attention_mask=true",
-            "attention in FP8 has no masks of documents; write fp8.dot_product_attention=false",
+            "FP8 attention does not support document masks; set fp8.dot_product_attention=false",
             [("fp8.dot_product_attention", False)],
             ["data.reset_attention_mask"],
         )
@@ -433,10 +433,12 @@ def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if optim.warmup_steps + optim.constant_steps > max_steps:
         warmup_steps = max(0, max_steps - optim.constant_steps)
         constant_steps = max(0, max_steps - optim.warmup_steps)
+        constant = ""
+        if optim.constant_steps:
+            constant = f" with optim.constant_steps={optim.constant_steps}"
         yield Violation(
             f"optim.warmup_steps={optim.warmup_steps}",
-            f"with optim.constant_steps={optim.constant_steps} more than"
-            f" trainer.max_steps={max_steps}; nearest is {warmup_steps}",
+            f"longer than trainer.max_steps={max_steps}{constant}; set it to {warmup_steps} or less",
             [("optim.warmup_steps", warmup_steps), ("optim.constant_steps", constant_steps)],
             ["trainer.max_steps", "optim.warmup_steps", "optim.constant_steps"],
         )
@@ -449,12 +451,12 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield uneven_batch(recipe, 1, f"trainer.micro_batch_size={trainer.micro_batch_size}")
     # Without evaluation, limit_val_batches and use_autocast_during_eval do nothing.
     if trainer.val_check_interval == 0:
-        never = " while trainer.val_check_interval=0 (never evaluate)"
+        never = " with trainer.val_check_interval=0 (no evaluation)"
         key = "trainer.val_check_interval"
         default = type(trainer).model_fields["limit_val_batches"].default
-        advice = f"write {default}"
+        advice = f"set {default}"
         if trainer.limit_val_batches == default:
-            advice = "drop it"
+            advice = "remove it"
         yield from idle(trainer, ("limit_val_batches",), f"{never}; {advice}", key)
         if recipe.fp8.enabled:
             yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
@@ -463,7 +465,7 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if trainer.compile == "on" and not capabilities(backend).compiles:
         yield Violation(
             "trainer.compile=on",
-            f"layers of backend={backend} are not compiled; write off",
+            f"backend={backend} does not support torch.compile; set it to off",
             [("trainer.compile", "off")],
             ["backend"],
         )
@@ -471,7 +473,7 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             checkpoint,
             ("keep", "async_save"),
-            " while checkpoint.every_n_steps=0 (the end alone)",
+            " with checkpoint.every_n_steps=0 (saves only at the end)",
             "checkpoint.every_n_steps",
         )
 
@@ -531,8 +533,7 @@ def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if max(len(name) for name in names) > MAX_NAME_BYTES:
             yield Violation(
                 f"{key}={path[:40]}...",
-                f"a name of more than {MAX_NAME_BYTES} bytes, which no folder takes; write a"
-                " shorter one",
+                f"a file name is longer than {MAX_NAME_BYTES} bytes; use a shorter one",
             )
 
 
@@ -551,19 +552,19 @@ def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if log.resume == "auto" and log.folder is None:
         yield Violation(
             "log.resume=auto",
-            "needs log.folder, the run folder to start or to go on with; write"
+            "needs log.folder, the run folder to start or continue; set"
             f" log.folder=runs/{recipe.name}, or log.resume=never",
             [("log.resume", "never")],
             ["log.folder"],
         )
     interval = log.fp8_stats_every_n_steps
     if not recipe.fp8.enabled:
-        why = f"{without_fp8(recipe.precision)}; write precision=bf16_fp8 or drop it"
+        why = " with fp8.enabled=false; remove it or set precision=bf16_fp8"
         yield from idle(log, ("fp8_stats_every_n_steps",), why, "fp8.enabled")
     elif interval > max_steps:
         yield Violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            f"has no effect, trainer.max_steps={max_steps} ends before; nearest is {max_steps}",
+            f"has no effect, the run ends with trainer.max_steps={max_steps}; nearest is {max_steps}",
             [("log.fp8_stats_every_n_steps", max_steps)],
             ["trainer.max_steps"],
         )

@@ -94,8 +94,8 @@ def second_moment_violations(dtype: str, beta: float, eps: float) -> Iterator[Vi
         also = ", or bf16" if beta <= _largest_beta(MANTISSA_BITS["bf16"]) else ""
         yield Violation(
             "storage.exp_avg_sq=fp16",
-            f"without a scale second moments of gradients below {least_root:.1e} become 0,"
-            f" optim.eps={eps:g} alone divides these, and training can diverge; write {wider}{also}",
+            f"without a scale, second moments of gradients below {least_root:.1e} become 0, and"
+            f" training can diverge with optim.eps={eps:g}; set it to {wider}{also}",
             [("storage.exp_avg_sq", wider), ("optim.eps", least_root)],
             ["storage.exp_avg_sq", "optim.eps"],
         )
@@ -104,7 +104,8 @@ def second_moment_violations(dtype: str, beta: float, eps: float) -> Iterator[Vi
     if dtype in ("fp8", "fp8_pow2"):
         yield Violation(
             f"storage.exp_avg_sq={dtype}",
-            "second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+            "second moments do not fit one FP8 scale per tensor, and training diverges; set it to"
+            " fp8_block",
         )
 
 
@@ -132,8 +133,8 @@ def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> I
         wider = _wider_dtype(dtype, beta)
         yield Violation(
             f"optim.betas={list(betas)}",
-            f"storage.{column}={dtype} rounds an average of rate {beta:g} back to where it was, so"
-            f" it never comes down; nearest is {_largest_beta(bits):g}, or write"
+            f"rounding in storage.{column}={dtype} stops an average of rate {beta:g}, so it never"
+            f" decays; nearest is {_largest_beta(bits):g}, or set"
             f" storage.{column}={wider}",
             [(f"storage.{column}", wider), ("optim.betas", tuple(nearest))],
             [f"storage.{column}", "optim.betas"],
@@ -148,14 +149,14 @@ def missing_masters(weight: str, master: str) -> Iterator[Violation]:
     if weight in FP8_CODECS and master == "none":
         yield Violation(
             "storage.master_weight=none",
-            f"storage.weight={weight} needs masters; write fp16_scaled or fp32",
+            f"storage.weight={weight} needs master weights; set it to fp16_scaled or fp32",
             [("storage.master_weight", "fp32"), ("storage.weight", "auto")],
             ["storage.weight", "storage.master_weight"],
         )
     elif master in FP8_CODECS:
         yield Violation(
             f"storage.master_weight={master}",
-            "FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+            "FP8 master weights lose small updates; set it to fp16_scaled or fp32",
         )
 
 
@@ -184,8 +185,8 @@ def lost_updates(
         ]
         yield Violation(
             f"optim.lr={lr:g}",
-            f"storage.{column}={dtype} rounds most updates of that size away, at weights of"
-            f" {weight_size:g} those below {least:.2g}; write storage.rounding=stochastic or"
+            f"storage.{column}={dtype} loses most updates below {least:.2g} of weights around"
+            f" {weight_size:g}; set storage.rounding=stochastic or"
             " storage.master_weight=fp32",
             fixes,
             ["optim.lr", "storage.rounding", "storage.weight", "storage.master_weight"],
@@ -206,8 +207,8 @@ def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Ite
         # Below the lower bound nothing decays, see `frozen_averages`.
         if 2.0 ** -(bits + 2) <= decay < _least_decay(bits):
             yield (
-                f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows gradients"
-                f" that shrink only by halves; up to {_largest_beta(bits):g} it follows all the way"
+                f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows shrinking"
+                f" gradients only in steps of two; up to {_largest_beta(bits):g} it follows exactly"
             )
 
 
@@ -217,8 +218,8 @@ def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
     # no error.
     if columns["exp_avg"] == "fp16":
         yield (
-            f"storage.exp_avg=fp16: without a scale averages below {FP16_LEAST:.0e} become 0;"
-            " fp16_scaled keeps them, in as many bytes"
+            f"storage.exp_avg=fp16: averages below {FP16_LEAST:.0e} become 0;"
+            " storage.exp_avg=fp16_scaled keeps them in the same memory"
         )
 
 
@@ -230,9 +231,8 @@ def late_updates(
     least = _least_update(dtype, rounding, weight_size)
     if end_lr < least <= lr:
         yield (
-            f"optim.min_lr={end_lr:g}: storage.{column}={dtype} rounds most updates below"
-            f" {least:.2g} away, where the schedule ends; storage.rounding=stochastic keeps their"
-            " mean"
+            f"optim.min_lr={end_lr:g}: storage.{column}={dtype} loses most updates below"
+            f" {least:.2g} at the end of the schedule; storage.rounding=stochastic keeps their mean"
         )
 
 

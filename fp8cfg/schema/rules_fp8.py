@@ -38,29 +38,16 @@ def fp8_rules(precision: Precision, num_layers: int) -> Iterator[Violation]:
 def _disabled_rules(precision: Precision) -> Iterator[Violation]:
     """Rejects every key of `fp8` if FP8 is off."""
     preset = "fp16_fp8" if precision.compute == "fp16" else "bf16_fp8"
-    advice = f"write precision={preset} or fp8.enabled=true"
+    advice = f"set precision={preset} or fp8.enabled=true"
     # fp8.enabled=false over an FP8 preset leaves these keys changed. Then the compute dtype has FP8,
     # and the message must not blame it.
     has_fp8_preset = precision.fp8.params or bool(changed(precision.fp8, "scaling"))
     if has_fp8_preset:
-        advice = f"write precision={precision.compute}"
+        advice = f"set precision={precision.compute}"
     if "fp8.enabled" in WRITTEN.get():
-        advice = "drop one of the two"
+        advice = "remove one of them"
     other_keys = [name for name in FP8.model_fields if name != "enabled"]
-    why = f"{without_fp8(precision, has_fp8_preset)}; {advice}"
-    yield from idle(precision.fp8, other_keys, why, "fp8.enabled")
-
-
-def without_fp8(precision: Precision, has_fp8_preset: bool = False) -> str:
-    """Returns why nothing runs in FP8: the user disabled it, or the preset has none.
-
-    Args:
-        precision: The precision, with fp8.enabled=false.
-        has_fp8_preset: Whether its preset enables FP8.
-    """
-    if has_fp8_preset or "fp8.enabled" in WRITTEN.get():
-        return ", fp8.enabled=false runs no FP8"
-    return f", precision.compute={precision.compute} runs no FP8"
+    yield from idle(precision.fp8, other_keys, f" with fp8.enabled=false; {advice}", "fp8.enabled")
 
 
 def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
@@ -71,8 +58,8 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
             yield from idle(
                 fp8,
                 (name,),
-                f" under fp8.scaling={fp8.scaling}, only under {' and '.join(scalings)}; drop it or"
-                f" write fp8.scaling={scalings[0]}",
+                f" with fp8.scaling={fp8.scaling}; remove it or set"
+                f" fp8.scaling={' or '.join(scalings)}",
                 "fp8.scaling",
             )
     # The maximum of one amax is the most recent one.
@@ -80,7 +67,7 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
         yield from idle(
             fp8,
             ("amax_compute_algo",),
-            " with fp8.amax_history_len=1; drop one of the two",
+            " with fp8.amax_history_len=1; remove one of them",
             "fp8.amax_history_len",
         )
     # tp_only_amax_red limits the amax reduction to tensor-parallel ranks (Megatron).
@@ -88,7 +75,7 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
         yield from idle(
             fp8,
             ("tp_only_amax_red",),
-            " with fp8.reduce_amax=false; write true there, or false here",
+            " with fp8.reduce_amax=false; set that to true, or this to false",
             "fp8.reduce_amax",
         )
     # MXFP8 with E5M2 gradients diverged, and Megatron-Bridge changed its preset to E4M3 (pull request
@@ -96,8 +83,8 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
     if fp8.format not in scaling.formats:
         yield Violation(
             f"fp8.format={fp8.format}",
-            f"fp8.scaling={fp8.scaling} needs {scaling.formats[0]}; E5M2 gradients under"
-            " fine-grained scales make training diverge",
+            f"fp8.scaling={fp8.scaling} needs {scaling.formats[0]}; training diverges with E5M2"
+            " gradients and fine-grained scales",
             [("fp8.format", scaling.formats[0])],
             ["fp8.scaling"],
         )
@@ -130,7 +117,7 @@ def _layer_rules(fp8: FP8, num_layers: int) -> Iterator[Violation]:
         keys = [f"fp8.override_linear_precision.{gemm}" for gemm in ("wgrad", "dgrad", "fprop")]
         yield Violation(
             "fp8.override_linear_precision",
-            "fprop, dgrad and wgrad all true leave nothing in FP8; write fp8.enabled=false",
+            "fprop, dgrad and wgrad are true, so no GEMM runs in FP8; set fp8.enabled=false",
             [(key, False) for key in keys],
             keys,
         )
@@ -151,7 +138,7 @@ def _unread_keys(precision: Precision) -> Iterator[Violation]:
             continue
         if all(getattr(fp8.override_linear_precision, gemm) for gemm in gemms):
             overrides = [f"fp8.override_linear_precision.{gemm}" for gemm in gemms]
-            why = f", no FP8 GEMM reads it with {'=true and '.join(overrides)}=true; drop it"
+            why = f", no FP8 GEMM reads it with {'=true and '.join(overrides)}=true; remove it"
             yield from idle(fp8, (name,), why, *overrides)
 
 
@@ -176,7 +163,7 @@ def _attention_rules(fp8: FP8) -> Iterator[Violation]:
         source = f" (TE {scaling.te})" if scaling.te else ""
         yield Violation(
             f"{dot}=true",
-            f"{fp8.scaling} scaling has no FP8 attention{source}",
+            f"fp8.scaling={fp8.scaling} does not support FP8 attention{source}",
             [(dot, False)],
             ["fp8.scaling"],
         )
@@ -203,15 +190,15 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
         yield from idle(
             fp8,
             ("keep_transpose_cache",),
-            f", backend={precision.backend} decides itself what it keeps of a weight; drop it or "
-            "write backend=native",
+            f" with backend={precision.backend}, which manages its own copies; remove it or set"
+            " backend=native",
             "backend",
         )
     # FSDP2 frees a gathered weight after each pass, and its transpose with it.
     elif precision.storage.shard == "fsdp":
         yield from _no_transpose(
             fp8,
-            "storage.shard=fsdp lets weights go after each pass; drop it or write"
+            "storage.shard=fsdp frees weights after each pass; remove it or set"
             " storage.shard=zero2",
             "storage.shard",
         )
@@ -221,8 +208,8 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
         yield from idle(
             fp8,
             ("keep_transpose_cache",),
-            f", fp8.params={spelled(fp8.params)} keeps both matrices of a weight; drop it or write "
-            "fp8.params=true",
+            f" with fp8.params={spelled(fp8.params)}, which keeps both copies of a weight; remove"
+            " it or set fp8.params=true",
             "fp8.params",
             "storage.weight",
             "backend",
@@ -230,16 +217,14 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
     elif not fp8_weights(precision):
         yield from _no_transpose(
             fp8,
-            f"weights are stored in {weight}; drop it or write storage.weight=fp8",
+            f"weights are stored in {weight}; remove it or set storage.weight=fp8",
             "storage.weight",
             "opt_level",
             "backend",
         )
     elif fp8.override_linear_precision.dgrad:
         dgrad = "fp8.override_linear_precision.dgrad"
-        yield from _no_transpose(
-            fp8, f"{dgrad}=true reads no transpose; drop one of the two", dgrad
-        )
+        yield from _no_transpose(fp8, f"{dgrad}=true reads no transpose; remove one of them", dgrad)
 
 
 def _no_transpose(fp8: FP8, why: str, *caused_by: str) -> Iterator[Violation]:

@@ -53,7 +53,7 @@ def _strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if strategy.sequence_parallel and tensor == 1:
         yield Violation(
             "trainer.strategy.sequence_parallel=true",
-            "has no effect while tensor_model_parallel_size=1; write false",
+            "has no effect with tensor_model_parallel_size=1; set it to false",
             [("trainer.strategy.sequence_parallel", False)],
             ["trainer.strategy.tensor_model_parallel_size"],
         )
@@ -72,9 +72,8 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
     world = _world_size(trainer)
     if world % strategy.size:
         yield Violation(
-            "trainer.strategy",
-            f"tensor x pipeline x context parallel = {strategy.size} GPUs does not divide"
-            f" trainer.num_nodes x trainer.devices = {world}; nearest is"
+            f"trainer.num_nodes x trainer.devices = {world}",
+            f"must be a multiple of tensor x pipeline x context parallel size = {strategy.size}; set"
             f" {_nearest_machines(trainer)}{strategy.smaller(world)}",
             source="layout",
         )
@@ -127,7 +126,7 @@ def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
     elif stages == 1:
         yield Violation(
             f"trainer.strategy.{virtual}",
-            "has no effect while pipeline_model_parallel_size=1; write null",
+            "has no effect with pipeline_model_parallel_size=1; set it to null",
         )
     elif num_layers < stages * strategy.chunks:
         # Prefer fewer chunks for the same GPUs. One chunk is spelled null.
@@ -140,8 +139,8 @@ def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
             fewer = f"{nearest} with {virtual}=null"
         yield Violation(
             f"{key}={stages}",
-            f"model.num_layers={num_layers} are too few for {stages * strategy.chunks} chunks of"
-            f" layers; nearest is {fewer}",
+            f"needs at least one layer in each of {stages * strategy.chunks} chunks, but"
+            f" model.num_layers={num_layers}; nearest is {fewer}",
             source="layout",
         )
 
@@ -158,22 +157,22 @@ def _schedule_rules(strategy: Strategy) -> Iterator[Violation]:
             yield from idle(
                 strategy,
                 ("pipeline_schedule",),
-                " while pipeline_model_parallel_size=1; write auto",
+                " with pipeline_model_parallel_size=1; set it to auto",
                 strategy.key(virtual),
                 strategy.key("pipeline_model_parallel_size"),
             )
     elif schedule == "1f1b" and strategy.chunks > 1:
         yield Violation(
             f"{key}=1f1b",
-            f"is of one chunk on each GPU, and {virtual}={strategy.chunks}; write interleaved_1f1b,"
-            f" or {virtual}=null",
+            f"runs one chunk on each GPU, but {virtual}={strategy.chunks}; set it to"
+            f" interleaved_1f1b, or set {virtual}=null",
             [(key, "auto")],
             [strategy.key(virtual)],
         )
     elif schedule == "interleaved_1f1b" and strategy.chunks == 1:
         yield Violation(
             f"{key}=interleaved_1f1b",
-            f"is of several chunks on each GPU; write {strategy.key(virtual)}=2",
+            f"needs several chunks on each GPU; set {strategy.key(virtual)}=2",
             [(key, "auto")],
             [strategy.key(virtual)],
         )
@@ -187,10 +186,10 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
     state = resolve_state_dtypes(precision)
     # Any number of ranks above one tells whether this state is sharded at all.
     if state.sharding(2) == "none":
-        zero1 = "" if level(precision) else "storage.shard=zero1, or "
-        why = f"; write {zero1}1"
+        zero1 = "" if level(precision) else "set storage.shard=zero1, or "
+        why = f"; {zero1}set it to 1"
         if precision.storage.shard == "auto":
-            why = ", which is none here; write 1"
+            why = ", which shards nothing here; set it to 1"
         yield from idle(
             strategy,
             ("data_parallel_replicate_size",),
@@ -207,7 +206,7 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if not any(by_fsdp2(recipe, state, 2, backend) for backend in backends):
         yield Violation(
             f"{key}={groups}",
-            "groups have the shards of FSDP2, and here whole tensors have owners; write 1",
+            "needs FSDP2, but this recipe shards whole tensors; set it to 1",
             [(key, 1)],
             [
                 "storage.shard",
@@ -235,8 +234,8 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
         elif ranks_with_same_weights == groups:
             yield Violation(
                 f"{key}={groups}",
-                "leaves one rank to each group, which shards nothing; write storage.shard=none,"
-                " or 1",
+                "leaves one rank per group, so nothing is sharded; set storage.shard=none, or set it"
+                " to 1",
                 [(key, 1)],
                 ["trainer.num_nodes", "trainer.devices"],
             )
@@ -258,7 +257,7 @@ def _context_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
         yield Violation(
             "fp8.dot_product_attention=true",
-            f"attention in FP8 takes whole sequences, and {key}={ranks} splits them; write false",
+            f"FP8 attention needs whole sequences, but {key}={ranks} splits them; set it to false",
             [("fp8.dot_product_attention", False)],
             [key],
         )
@@ -266,8 +265,8 @@ def _context_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if getattr(recipe.data, name):
             yield Violation(
                 f"data.{name}=true",
-                f"documents are told apart in whole sequences, and {key}={ranks} splits them;"
-                " write false",
+                f"document boundaries need whole sequences, but {key}={ranks} splits them;"
+                " set it to false",
                 [(f"data.{name}", False)],
                 [key],
             )
@@ -275,7 +274,7 @@ def _context_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if interval:
         yield Violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            f"one rank measures, and under {key}={ranks} none has whole sequences; drop it",
+            f"needs whole sequences on one rank, but {key}={ranks} splits them; remove it",
             [("log.fp8_stats_every_n_steps", 0)],
             [key],
         )

@@ -12,7 +12,7 @@ from fp8cfg.schema.backends import capabilities, gathering
 from fp8cfg.schema.changed_fields import WRITTEN, conflicting, idle
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.rules_adam import adam_violations
-from fp8cfg.schema.rules_fp8 import fp8_rules, without_fp8
+from fp8cfg.schema.rules_fp8 import fp8_rules
 from fp8cfg.schema.storage import (
     COLUMNS,
     FP8_CODECS,
@@ -33,7 +33,7 @@ FSDP_COLUMNS = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32"
 
 Moments can have any dtype. Gradients can also have a dtype with a scale.
 """
-_ZERO2 = "or storage.shard=zero2"
+_ZERO2 = "or set storage.shard=zero2"
 _FP8_GATHER_KEYS = (
     "fp8.enabled",
     "fp8.scaling",
@@ -64,15 +64,15 @@ def _loss_scaling_rules(precision: Precision) -> Iterator[Violation]:
         yield from idle(
             precision,
             ("loss_scale", *dynamic),
-            f", loss scaling is for precision.compute=fp16 alone, not {precision.compute}",
+            f" with precision.compute={precision.compute}; only fp16 has loss scaling",
             "precision.compute",
         )
     elif precision.loss_scale is not None:
         yield from idle(
             precision,
             dynamic,
-            f", precision.loss_scale={precision.loss_scale:g} is constant; set it to null to scale"
-            " dynamically",
+            f" with the constant precision.loss_scale={precision.loss_scale:g}; set that to null to"
+            " scale dynamically",
             "precision.loss_scale",
         )
     elif precision.min_loss_scale > precision.initial_loss_scale:
@@ -129,7 +129,7 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             precision,
             ("backend",),
-            f"{without_fp8(precision)}; drop it or write precision=bf16_fp8",
+            " with fp8.enabled=false; remove it or set precision=bf16_fp8",
             "fp8.enabled",
         )
 
@@ -142,7 +142,7 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
     if fp8.params and storage.weight not in ("auto", *FP8_CODECS):
         yield Violation(
             f"storage.weight={storage.weight}",
-            "contradicts fp8.params=true, which stores weights in FP8; drop one of the two",
+            "contradicts fp8.params=true, which stores weights in FP8; remove one of them",
             [("fp8.params", False), ("storage.weight", "auto")],
             ["storage.weight", "fp8.params"],
         )
@@ -152,7 +152,7 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
         yield Violation(
             "fp8.params=true",
             f"has no effect, opt_level={level(precision)} stores weights in {columns['weight']};"
-            " drop one of the two",
+            " remove one of them",
             [("fp8.params", False)],
             ["opt_level", "backend"],
             is_harmless=True,
@@ -166,7 +166,7 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
     ):
         yield Violation(
             "fp8.params=false",
-            "has no effect, opt_level=O3 stores weights in FP8; drop it or write opt_level=O2",
+            "has no effect, opt_level=O3 stores weights in FP8; remove it or set opt_level=O2",
             [("fp8.params", True)],
             ["opt_level", "backend"],
         )
@@ -181,31 +181,33 @@ def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Vio
     if weight == "fp8_pow2" and precision.fp8.enabled:
         yield Violation(
             "storage.weight=fp8_pow2",
-            "FP8 layers hold their weights as fp8.scaling quantizes them; write"
-            " storage.weight=fp8, and fp8.use_power_2_scales=true under current scaling",
+            "fp8.scaling decides the scales of FP8 weights; set storage.weight=fp8, and"
+            " fp8.use_power_2_scales=true with current scaling",
             [("storage.weight", "fp8")],
             ["fp8.enabled"],
         )
     # COAT (arXiv 2410.19313) defines range expansion for Adam's moments: |x|^k, with k per block.
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
-            yield Violation(f"storage.{column}=fp8_expand", "a codec of moments (COAT); write fp8")
+            yield Violation(
+                f"storage.{column}=fp8_expand", "only for moments (COAT); set it to fp8"
+            )
     # The blocks of this codec are 128 elements. GEMMs need the 128x128 squares of block scaling.
     if weight == "fp8_block":
         yield Violation(
             "storage.weight=fp8_block",
-            "no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true",
+            "not for weights; set it to fp8, or set fp8.scaling=block with fp8.params=true",
         )
     if comm in ("fp16_scaled", "fp8_block", "fp8_expand"):
         yield Violation(
-            f"storage.comm={comm}", "not sent over the wire; write fp16, fp8 or fp8_pow2"
+            f"storage.comm={comm}", "cannot be sent between ranks; set it to fp16, fp8 or fp8_pow2"
         )
     yield from _sent_gradient_rules(precision, columns)
     # A float32 weight is its own master. A second copy would only cost 4 bytes per parameter.
     if weight == "fp32" and master != "none":
         yield Violation(
             f"storage.master_weight={master}",
-            "has no effect, storage.weight=fp32 needs no masters; write none",
+            "has no effect, storage.weight=fp32 needs no master weights; set it to none",
             [("storage.master_weight", "auto")],
             ["storage.weight", "precision.compute"],
         )
@@ -233,8 +235,8 @@ def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Itera
         ]
         yield Violation(
             f"storage.comm={comm}",
-            f"gradients are stored in {gradient} and sent as they are; write {same}bf16 or fp32 to"
-            " add them up before they are stored",
+            f"gradients are stored in {gradient} and sent unchanged; set it to {same}bf16 or fp32 to"
+            " sum them before they are stored",
             fixes,
             ["storage.comm", "storage.weight_grad", "opt_level", "backend"],
         )
@@ -251,11 +253,11 @@ def _accumulation_rules(precision: Precision, columns: dict[str, str]) -> Iterat
     if gradient in FP8_CODECS and (is_fsdp or gradient == comm):
         return
     if is_fsdp:
-        needs = f"storage.weight_grad in FP8, not {gradient}; drop it or write fp8"
+        needs = f"storage.weight_grad in FP8, not {gradient}; remove it or set it to fp8"
     else:
         needs = (
             f"storage.weight_grad and storage.comm in one FP8 codec, not {gradient} and {comm};"
-            " drop it or write fp8 for both"
+            " remove it or set it to fp8 for both"
         )
     yield Violation(
         f"storage.accumulate={storage.accumulate}",
@@ -277,12 +279,12 @@ def _rounding_rules(precision: Precision, columns: dict[str, str]) -> Iterator[V
         why = "weights are float32"
     elif fp8_weights(precision) and columns["master_weight"] == "fp32":
         # The optimizer updates the float32 masters. The layer then quantizes them for its GEMMs.
-        why = "FP8 layers round their weights themselves"
+        why = "FP8 layers round their own weights"
     else:
         return
     yield Violation(
         f"storage.rounding={rounding}",
-        f"has no effect, {why}; drop it",
+        f"has no effect, {why}; remove it",
         [("storage.rounding", "nearest")],
         [
             "precision.compute",
@@ -331,8 +333,8 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             storage,
             ("gather",),
-            f", storage.shard={storage.shard} keeps whole weights on every rank; drop it or write "
-            "storage.shard=fsdp",
+            f" with storage.shard={storage.shard}, which keeps full weights on every rank; remove it"
+            " or set storage.shard=fsdp",
             "storage.shard",
         )
         return
@@ -344,7 +346,7 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
             setting = f"opt_level={precision.opt_level}"
         yield Violation(
             setting,
-            f"storage.shard=fsdp keeps float32 weights; drop it, {_ZERO2}",
+            f"storage.shard=fsdp keeps float32 weights; remove it, {_ZERO2}",
             [("opt_level", None)],
             ["storage.shard"],
         )
@@ -354,7 +356,7 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if value not in ("auto", dtype) and not has_scaled_gradients:
             yield Violation(
                 f"storage.{column}={value}",
-                f"storage.shard=fsdp has {dtype} there; write that, {_ZERO2}",
+                f"storage.shard=fsdp needs {dtype}; set it to that, {_ZERO2}",
                 [(f"storage.{column}", "auto")],
                 ["storage.shard"],
             )
@@ -367,7 +369,7 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if not level(precision) and comm not in wire_dtypes:
         yield Violation(
             f"storage.comm={comm}",
-            f"FSDP2 sums gradients in {' or '.join(wire_dtypes)}; write one of them, {_ZERO2}",
+            f"FSDP2 sums gradients in {' or '.join(wire_dtypes)}; set one of them, {_ZERO2}",
             [("storage.comm", "auto")],
             ["storage.shard"],
         )
@@ -392,8 +394,8 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
     elif gather == precision.compute and precision.fp8.enabled and precision.fp8.params:
         yield Violation(
             "fp8.params=true",
-            f"has no effect, storage.gather={gather} of storage.shard=fsdp sends no FP8 weights;"
-            " drop one of the two",
+            f"has no effect, storage.gather={gather} of storage.shard=fsdp gathers no FP8 weights;"
+            " remove one of them",
             [("fp8.params", False)],
             ["storage.gather"],
             is_harmless=True,
@@ -402,7 +404,7 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
     elif gather not in ("auto", precision.compute):
         yield Violation(
             f"storage.gather={gather}",
-            f"FSDP2 gathers weights in precision.compute={precision.compute}; write auto, or fp8",
+            f"FSDP2 gathers weights in precision.compute={precision.compute}; set it to auto or fp8",
             [("storage.gather", "auto")],
             ["precision.compute"],
         )

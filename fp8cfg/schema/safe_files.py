@@ -84,8 +84,7 @@ def _read_stdin(stream: Any) -> bytes:
     """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "-: torchrun starts several processes, and one alone can read standard input; write a"
-            " file"
+            "-: torchrun starts several processes, but only one can read standard input; use a file"
         )
     # Python sets sys.stdin to None if it is closed (fp8cfg - <&-).
     if stream is None:
@@ -194,7 +193,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ConfigError(f"key {name!r} stands twice")
+            raise ConfigError(f"duplicate key {name!r}")
         values[name] = value
     return values
 
@@ -314,7 +313,7 @@ class _UniqueKeys(yaml.constructor.SafeConstructor):
             if not isinstance(key, str):
                 raise ConfigError(f"line {line}: key {key!r} is not a name")
             if key in seen:
-                raise ConfigError(f"line {line}: key {key!r} stands twice")
+                raise ConfigError(f"line {line}: duplicate key {key!r}")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -352,8 +352,8 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     fp8 = precision.fp8
     if not fp8.enabled:
         return [
-            f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current,"
-            " or drop it"
+            f"precision.compute={precision.compute} runs no FP8; set precision=bf16_fp8_current,"
+            " or remove it"
         ]
     if capabilities(backend).fp8_gather == "params":
         return against_gathered_params(fp8, backend)
@@ -362,30 +362,29 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     if not has_gather:
         supported = [name for name, scaling in SCALINGS.items() if scaling.fp8_gather]
         reasons.append(
-            f"needs fp8.scaling={' or '.join(supported)}, not {fp8.scaling}; write that, or"
+            f"needs fp8.scaling={' or '.join(supported)}, not {fp8.scaling}; set that, or"
             " storage.gather=auto"
         )
     # A row of the weight and a row of its transpose need different scales, so one cast cannot serve
     # fprop and dgrad.
     if per_row(fp8):
         reasons.append(
-            f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or"
-            " storage.gather=auto"
+            f"needs fp8.granularity=tensor, not {fp8.granularity}; set that, or storage.gather=auto"
         )
     if has_gather and power_2_scales(fp8):
         reasons.append(
-            "torchao does not round the scales of weights that it gathers; write"
+            "torchao does not round the scales of gathered weights; set"
             " fp8.use_power_2_scales=false, or storage.gather=auto"
         )
     for gemm in ("fprop", "dgrad"):  # wgrad does not read the weight
         if getattr(fp8.override_linear_precision, gemm):
             reasons.append(
-                f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write"
+                f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; set"
                 " that, or storage.gather=auto"
             )
     if not capabilities(backend).fp8_gather:
         reasons.append(
-            f"backend={backend} gathers weights in {precision.compute}; write"
+            f"backend={backend} gathers weights in {precision.compute}; set"
             f" backend={gathering()[0]}, or storage.gather=auto"
         )
     return reasons
@@ -396,7 +395,7 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
     reasons = []
     if not fp8.params:
         reasons.append(
-            f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or"
+            f"backend={backend} gathers the FP8 weights of fp8.params; set fp8.params=true, or"
             " storage.gather=auto"
         )
     # fprop and dgrad contract different dimensions of a weight. With scales along one dimension, each
@@ -406,7 +405,7 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
     if per_row(fp8) or (scaling.block and not has_square_blocks):
         granularity = f" with fp8.granularity={fp8.granularity}" if per_row(fp8) else ""
         reasons.append(
-            f"fp8.scaling={fp8.scaling}{granularity} needs two matrices of a weight, which take as"
-            " many bytes as bf16; write storage.gather=auto"
+            f"fp8.scaling={fp8.scaling}{granularity} needs two copies of a weight, which take as"
+            " many bytes as bf16; set storage.gather=auto"
         )
     return reasons

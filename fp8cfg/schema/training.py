@@ -83,9 +83,9 @@ class Strategy(Node):
         name = str(value).lower().replace("_", "")
         if any(part in name for part in ("zerobubble", "zb", "dualpipe")):
             raise ConfigError(
-                f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules take the"
-                " gradients of weights apart from those of inputs, and FP8 layers make both of one"
-                " quantized gradient; write auto"
+                f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules compute"
+                " gradients of weights and inputs separately, but FP8 layers compute both from one"
+                " quantized gradient; set it to auto"
             )
         if name == "interleaved1f1b":  # torchtitan's Interleaved1F1B
             return "interleaved_1f1b"
@@ -201,7 +201,7 @@ class Trainer(Node):
             unit = "steps" if info.field_name == "val_check_interval" else "batches"
             raise ConfigError(
                 f"trainer.{info.field_name}={value}: a float is a share of an epoch in Lightning"
-                f" and NeMo; write a number of {unit}, such as 100"
+                f" and NeMo; set a number of {unit}, such as 100"
             )
         return value
 

@@ -135,12 +135,12 @@ def _problem(cls: NodeClass, details: ErrorDetails) -> str:
     if kind == "string_too_short":
         return f"{setting}: needs a name"
     if kind == "string_pattern_mismatch":
-        return f"{setting}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
+        return f"{setting}: use only letters, digits, '_', '.' and '-', at most 64 characters"
     if value == "":
         return f"{setting}: needs a value"
     # Lightning takes plugins=[...]. Our trainer.plugins is a single node.
     if kind == "model_type" and _is_node_in_list(value):
-        return f"{key}: expected one, got a list; write it without the list"
+        return f"{key}: expected a single value, got a list; write it without brackets"
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{setting}: {details['msg']}"

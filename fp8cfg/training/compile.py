@@ -172,7 +172,7 @@ def compiles(
     if not registry.capabilities(backend).compiles:
         if wanted == "on":
             raise ConfigError(
-                f"trainer.compile=on: layers of backend={backend} are not compiled; write off"
+                f"trainer.compile=on: layers of backend={backend} are not compiled; set it to off"
             )
         return False
     if wanted == "on":
@@ -186,7 +186,7 @@ def compiles(
     if wanted == "on" and not there:
         what = "triton" if device == "cuda" else f"C++ compiler ({cxx})"
         unset = ", or unset CXX" if device != "cuda" and "CXX" in os.environ else ""
-        raise ConfigError(f"trainer.compile=on: no {what} here; write off{unset}")
+        raise ConfigError(f"trainer.compile=on: no {what} here; set it to off{unset}")
     if wanted != "auto":
         return wanted == "on"
     coverage = planned_coverage(recipe, plan)
@@ -210,7 +210,7 @@ def _refuse_disabled() -> None:
     """Raises ConfigError if an environment variable disables torch.compile."""
     if name := _disabled():
         raise ConfigError(
-            f"{name}=1: this environment variable disables torch.compile; unset it, or write"
+            f"{name}=1: this environment variable disables torch.compile; unset it, or set"
             " trainer.compile=off"
         )
 

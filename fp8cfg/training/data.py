@@ -255,9 +255,7 @@ def validation_batches(
     """
     t = recipe.trainer
     if held_out is None:
-        raise ConfigError(
-            "data.validation_path=null: nothing of a stream is held out; write a path"
-        )
+        raise ConfigError("data.validation_path=null: nothing of a stream is held out; set a path")
     try:
         share = batch_share(t.strategy, world.rank, world.size)
         return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)

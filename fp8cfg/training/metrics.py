@@ -165,7 +165,7 @@ class RunLogs:
         if interval and not any(fp8_linears(self.job.model)):
             raise ConfigError(
                 f"log.fp8_stats_every_n_steps={interval}: backend {self.job.choice.backend} has"
-                " no such statistics; write backend=native or drop it"
+                " no such statistics; set backend=native or remove it"
             )
         self._metrics = _open_log(run.files, METRICS, done, opened)
         # An existing log is opened even without an interval, to drop its later lines.

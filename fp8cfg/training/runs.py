@@ -515,7 +515,7 @@ def _check_max_steps(step: int | None, recipe: Recipe) -> list[str]:
     if num_done <= max_steps:
         return []
     return [
-        f"trainer.max_steps={max_steps}: {num_done} steps are done; write"
+        f"trainer.max_steps={max_steps}: {num_done} steps are done; set"
         f" trainer.max_steps={num_done} or more"
     ]
 

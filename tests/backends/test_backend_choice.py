@@ -105,7 +105,7 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
     assert choose(p, CPU).why == "asked for; torchao emulates FP8 on a CPU, in float32"
     installed.torchao = "torchao is not installed"
     with pytest.raises(
-        fp8cfg.ConfigError, match="backend=torchao: torchao is not installed; write backend=native"
+        fp8cfg.ConfigError, match="backend=torchao: torchao is not installed; set backend=native"
     ):
         choose(p, CPU)
     assert choose(p, HOPPER, here=False).backend == "torchao"
@@ -118,7 +118,7 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
         (
             {"compute": "fp16", "fp8": {"scaling": "mxfp8"}},
             CPU,
-            "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",
+            "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; set backend=native, or bf16",
         ),
         (
             {"fp8": {"scaling": "block"}},
@@ -180,7 +180,7 @@ def test_blocks_with_e5m2_gradients_have_no_product_on_a_gpu() -> None:
     """torch's scaled_mm takes E4M3 x E4M3 alone with scales of blocks: three of the block presets would fail in their first step."""
     hybrid = Precision(fp8={"enabled": True, "scaling": "block", "format": "hybrid"})
     assert [str(violation) for violation in native_rules.refusals(hybrid, HOPPER)] == [
-        "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 alone, gradients too; write fp8.format=e4m3, or fp8.emulate=true to emulate"
+        "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 alone, gradients too; set fp8.format=e4m3, or fp8.emulate=true to emulate"
     ]
     assert native_rules.refusals(hybrid, CPU) == []
     for words in (

@@ -142,31 +142,31 @@ def test_the_backend_for_each_machine() -> None:
         (
             "block",
             OLD_CUDA,
-            "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; write fp8.emulate=true to emulate, or "
+            "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; set fp8.emulate=true to emulate, or "
             "precision=bf16_fp8_current",
         ),
         (
             "block",
             ADA,
-            "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); write fp8.emulate=true "
+            "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); set fp8.emulate=true "
             "to emulate, or precision=bf16_fp8_current",
         ),
         (
             "block",
             BLACKWELL,
-            "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); write "
+            "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); set "
             "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
         ),
         (
             "mxfp8",
             HOPPER,
-            "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write "
+            "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); set "
             "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
         ),
         (
             "nvfp4",
             Hardware("cuda", (10, 0), (12, 7)),
-            "fp8.scaling=nvfp4: torch has CUDA 12.7, nvfp4 scaling needs 12.8; write "
+            "fp8.scaling=nvfp4: torch has CUDA 12.7, nvfp4 scaling needs 12.8; set "
             "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
         ),
     ],

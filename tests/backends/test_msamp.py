@@ -36,7 +36,7 @@ def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         choose(precision(), H100)
     assert e.value.problems == [
-        "backend=msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP); write backend=native opt_level=O2 "
+        "backend=msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP); set backend=native opt_level=O2 "
         "storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2"
     ]
     assert choose(precision(), H100, here=False).backend == "msamp"
@@ -115,20 +115,20 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"fp8": {"scaling": "current"}},
             H100,
-            "fp8.scaling=current: MS-AMP has only delayed scaling; write fp8.scaling=delayed",
+            "fp8.scaling=current: MS-AMP has only delayed scaling; set fp8.scaling=delayed",
         ),
         ({"fp8": {"scaling": "current", "granularity": "row"}}, H100, "fp8.scaling=current: "),
         (
             {"fp8": {"format": "e4m3"}},
             H100,
-            "fp8.format=e4m3: MS-AMP quantizes to E4M3 forward, and gradients to E5M2; write fp8.format=hybrid",
+            "fp8.format=e4m3: MS-AMP quantizes to E4M3 forward, and gradients to E5M2; set fp8.format=hybrid",
         ),
-        ({"fp8": {"margin": 1}}, H100, "fp8.margin=1: MS-AMP has no margin; write fp8.margin=0"),
+        ({"fp8": {"margin": 1}}, H100, "fp8.margin=1: MS-AMP has no margin; set fp8.margin=0"),
         ({"fp8": {"interval": 2}}, H100, "fp8.interval=2: "),
         (
             {"fp8": {"amax_history_len": 1024}},
             H100,
-            "fp8.amax_history_len=1024: MS-AMP keeps the amaxes of 16 steps; write fp8.amax_history_len=16",
+            "fp8.amax_history_len=1024: MS-AMP keeps the amaxes of 16 steps; set fp8.amax_history_len=16",
         ),
         (
             {"fp8": {"amax_compute_algo": "most_recent"}},
@@ -143,17 +143,17 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"fp8": {"override_linear_precision": {"wgrad": True}}},
             H100,
-            "fp8.override_linear_precision.wgrad=true: MS-AMP multiplies all three in FP8; drop it",
+            "fp8.override_linear_precision.wgrad=true: MS-AMP multiplies all three in FP8; remove it",
         ),
         (
             {"opt_level": "O3"},
             H100,
-            "opt_level=O3: MS-AMP has it only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3",
+            "opt_level=O3: MS-AMP has it only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes; set opt_level=O2, or backend=native opt_level=O3",
         ),
         (
             {"storage": {"exp_avg": "fp8"}},
             H100,
-            "storage.exp_avg=fp8: MS-AMP's O2 has fp8_pow2 there; drop it, or write backend=native opt_level=O2",
+            "storage.exp_avg=fp8: MS-AMP's O2 has fp8_pow2 there; remove it, or set backend=native opt_level=O2",
         ),
         (
             {"storage": {"exp_avg": "fp8_pow2"}, "opt_level": "O1"},
@@ -176,17 +176,17 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"storage": {"accumulate": "wide"}},
             H100,
-            "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; write storage.accumulate=stored",
+            "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; set storage.accumulate=stored",
         ),
         (
             {},
             CPU,
-            "backend=msamp: MS-AMP runs only on CUDA, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2",
+            "backend=msamp: MS-AMP runs only on CUDA, this is a CPU; set backend=native opt_level=O2 storage.weight_grad=fp8_pow2",
         ),
         (
             {},
             Hardware("cuda", (8, 0)),
-            "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 only on an H100; write backend=native opt_level=O2",
+            "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 only on an H100; set backend=native opt_level=O2",
         ),
     ],
 )
@@ -224,12 +224,12 @@ def test_what_is_not() -> None:
         (("optim.name=sgd",), "opt_level=O2: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
         (
             ("optim.name=adam", "optim.weight_decay=0.1"),
-            "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw",
+            "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; set optim.name=adamw",
         ),
         (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
         (
             ("optim.betas=[0.98,0.95]",),
-            "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back",
+            "optim.betas=[0.98, 0.95]: rounding in storage.exp_avg=fp8_pow2 stops an average of rate 0.98",
         ),
     ],
 )

@@ -262,7 +262,7 @@ def test_trap_tied_weights(anywhere: None) -> None:
     words = ("model.share_embeddings_and_output_weights=true",)
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"MS-AMP would untie the weight of output_layer, which another module has too; write fp8\.exclude=\[output_layer\]",
+        match=r"MS-AMP would untie the weight of output_layer, which another module has too; set fp8\.exclude=\[output_layer\]",
     ):
         job(*words, "fp8.output_layer=true")
     made = job(*words)

@@ -206,7 +206,7 @@ def test_a_library_that_drops_a_field_is_found(
         (
             {"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True},
             Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 19, 0)),
-            "cuDNN is 9.19.0, Transformer Engine needs 9.21.0 or later for FP8 attention under fp8.scaling=mxfp8; install it, or drop fp8",
+            "cuDNN is 9.19.0, Transformer Engine needs 9.21.0 or later for FP8 attention under fp8.scaling=mxfp8; install it, or remove fp8",
         ),
         (
             {"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True},
@@ -221,7 +221,7 @@ def test_a_library_that_drops_a_field_is_found(
         (
             {"scaling": "current", "dot_product_attention": True},
             H200,
-            "needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed",
+            "needs 10.0 (Blackwell) under fp8.scaling=current; set fp8.scaling=delayed",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
         capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1", BYTES
     ).startswith("ok: llama_1b, bf16, FP8 delayed in ")
     assert refused(capsys, "check", str(file)) == [
-        f"{file}:2: precision=mine: no such precision preset; fp8cfg list precision has them"
+        f"{file}:2: precision=mine: no such precision preset; see fp8cfg list precision"
     ]
 
 
@@ -63,9 +63,9 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
         (
             ["fp8.margin=1", "optim.warmup_steps=999", "storage.exp_avg_sq=fp8"],
             [
-                "optim.warmup_steps=999: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
-                "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
-                "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+                "optim.warmup_steps=999: longer than trainer.max_steps=100; set it to 100 or less",
+                "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
+                "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale per tensor, and training diverges; set it to fp8_block",
             ],
         ),
         (
@@ -77,19 +77,19 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
             ],
             [
                 "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
-                "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it",
+                "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; remove it",
             ],
         ),
         (
             ["precision=bf16_fp8", "storage.rounding=stochastic"],
             [
-                "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"
+                "storage.rounding=stochastic: has no effect, FP8 layers round their own weights; remove it"
             ],
         ),
         (
             ["precision=bf16_fp8", "backend=msamp", "trainer.strategy.sequence_parallel=true"],
             [  # and nothing of values that give way
-                "trainer.strategy.sequence_parallel=true: has no effect while tensor_model_parallel_size=1; write false"
+                "trainer.strategy.sequence_parallel=true: has no effect with tensor_model_parallel_size=1; set it to false"
             ],
         ),
         (
@@ -100,7 +100,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
                 "opt_level=O2",
             ],
             [
-                "opt_level=O2: goes with data parallelism only, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null"
+                "opt_level=O2: goes with data parallelism only, not with pipeline_model_parallel_size=2, context_parallel_size=2; set opt_level=null"
             ],
         ),
         (
@@ -139,13 +139,13 @@ def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -
         ),
         (
             "fp8.params=false opt_level=O2 optim.lr=3e-5",
-            "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+            "optim.min_lr=3e-06: storage.weight=fp16_scaled loses most updates below 7.6e-06 at the end of the schedule; "
             "storage.rounding=stochastic keeps their mean",
         ),
         (
             "storage.exp_avg_sq=bf16 optim.betas=[0.9,0.997]",
-            "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows gradients that shrink only by halves; "
-            "up to 0.9961 it follows all the way",
+            "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows shrinking gradients only in steps of two; "
+            "up to 0.9961 it follows exactly",
         ),
         (
             "storage.shard=zero1",
@@ -210,7 +210,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
         (
             "model.weights=empty",
             [
-                "model.weights=empty: has neither model.safetensors nor model.safetensors.index.json; copy the weights there, or write model.weights=null to start from random weights"
+                "model.weights=empty: has neither model.safetensors nor model.safetensors.index.json; copy the weights there, or set model.weights=null to start from random weights"
             ],
         ),
         ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
@@ -223,7 +223,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
         (
             "model.vocab_size=256",
             [
-                "model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; write 272 or more"
+                "model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; set 272 or more"
             ],
         ),
         ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
@@ -324,7 +324,7 @@ def test_a_file_in_json(capsys: Out, tmp_path: Path) -> None:
     }
     file.write_text(JSON)
     assert refused(capsys, "check", str(file)) == [
-        f"{file}:2: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"
+        f"{file}:2: name=\U0001f600: use only letters, digits, '_', '.' and '-', at most 64 characters"
     ]
     said(
         capsys,
@@ -379,7 +379,7 @@ def test_standard_input_that_is_none(capsys: Out, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert refused(capsys, "check", "-") == [
-        "-: torchrun starts several processes, and one alone can read standard input; write a file"
+        "-: torchrun starts several processes, but only one can read standard input; use a file"
     ]
 
 

@@ -52,7 +52,7 @@ MISTAKES = [  # what a whole process ends with; tests/schema/test_error_texts.py
     ),
     (
         ["trainer.accelerator=cuda"],
-        f"error: trainer.accelerator=cuda: torch has no CUDA device here ({NO_CUDA}); write cpu or auto",
+        f"error: trainer.accelerator=cuda: torch has no CUDA device here ({NO_CUDA}); set cpu or auto",
     ),
 ]
 

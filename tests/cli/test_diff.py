@@ -73,7 +73,7 @@ recipe.trainer.plugins.fp8.first_step         auto     -
     assert one["leaves"] == {"recipe.trainer.plugins.fp8.margin": [0, 1]}
     assert said(capsys, "diff", "--tree", "--") == "no difference\n"
     assert refused(capsys, "diff", "fp8.margin=1", "--", "--tree") == [
-        "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"
+        "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true"
     ]
 
 

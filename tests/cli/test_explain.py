@@ -96,7 +96,7 @@ def test_files_with_their_bases(
         (
             "fp8.margin",
             ["precision=bf16_fp8_current"],
-            "no effect under fp8.scaling=current, only under delayed; write fp8.scaling=delayed",
+            "no effect with fp8.scaling=current; set fp8.scaling=delayed",
         ),
         ("optim.momentum", [], "no effect with optim.name=adamw"),
         ("optim.betas", [], "takes effect"),
@@ -128,7 +128,7 @@ def test_files_with_their_bases(
         (
             "precision.loss_scale",
             [],
-            "no effect, loss scaling is for precision.compute=fp16 alone, not bf16",
+            "no effect with precision.compute=bf16; only fp16 has loss scaling",
         ),
         ("precision.loss_scale", ["precision=fp16"], "takes effect"),
         (
@@ -155,12 +155,12 @@ def test_the_effect_of_a_key(key: str, words: list[str], want: str) -> None:
         (
             ["opt_level=O1"],
             False,
-            "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two",
+            "no effect, opt_level=O1 stores weights in fp16_scaled; remove one of them",
         ),
         (
             ["fp8.params=true", "opt_level=O2"],
             True,
-            "refused: fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two",
+            "refused: fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; remove one of them",
         ),
         (["opt_level=O3"], True, "takes effect"),
     ],
@@ -174,7 +174,7 @@ def test_fp8_weights_under_a_level_that_stores_others(
     recipe.precision, recipe.opt_level = "bf16_fp8", "O1"  # nobody knows who wrote fp8.params
     assert (
         fp8cfg.explain(recipe, "fp8.params").effect
-        == "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"
+        == "no effect, opt_level=O1 stores weights in fp16_scaled; remove one of them"
     )
 
 
@@ -295,7 +295,7 @@ def test_as_json(capsys: Out) -> None:
         (
             ["model.head_dim"],
             [
-                "model.head_dim: cannot be set, it is model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"
+                "model.head_dim: cannot be set, it is model.kv_channels, or model.hidden_size / model.num_attention_heads if that is null"
             ],
         ),
         (

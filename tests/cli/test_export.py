@@ -367,7 +367,7 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
             ["slurm", "--slurm", "cpus-per-tsk=4,teardown=x"],
             [
                 "--slurm cpus-per-tsk=4: no option of sbatch; did you mean 'cpus-per-task'?",
-                "--slurm teardown=x: a parameter of submitit, which a script does without; drop it",
+                "--slurm teardown=x: a parameter of submitit, which a script does not have; remove it",
             ],
         ),
         (
@@ -382,7 +382,7 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
         (
             ["fp8.margin=1"],
             [
-                "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"
+                "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true"
             ],
         ),
         (["--output", "a", "--output", "b"], ["--output: given 2 times"]),

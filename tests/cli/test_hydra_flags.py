@@ -159,7 +159,7 @@ def test_a_recipe_file_and_a_folder_of_ones_own(
         ),
         (
             "--cfg job fp8.margin=1",
-            "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+            "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
         ),
         ("--cfg job hydra.nothing=1", "Could not override 'hydra.nothing'."),
         (

@@ -118,7 +118,7 @@ def test_hydra_run_dir_is_the_run_folder(
     assert main(["hydra.run.dir=${log.dir}/c/d", "log.dir=b"]) == 0 and not capsys.readouterr().err
     assert main(["hydra.run.dir=rü é"]) == 0 and folders[-1] == Path("rü é")
     assert main(["hydra.run.dir=here/it/is"]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert main(["hydra.run.dir=x", "hydra.verbose=true"]) == 2
     assert (
         capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_words_go_to_an_executor(
         (["--slurm", "time=1,time=2"], "--slurm time: given 2 times"),
         (
             ["--slurm", "nodes=4"],
-            "--slurm nodes=4: follows trainer.num_nodes; write trainer.num_nodes=4",
+            "--slurm nodes=4: follows trainer.num_nodes; set trainer.num_nodes=4",
         ),
         (
             ["--slurm", "partiton=gpu,time=5"],
@@ -95,7 +95,7 @@ def test_words_go_to_an_executor(
         ),
         (
             ["--slurm", "signal=USR1"],
-            "--slurm signal=USR1: submitit sends its own signal; write signal_delay_s=SECONDS",
+            "--slurm signal=USR1: submitit sends its own signal; set signal_delay_s=SECONDS",
         ),
         (
             ["--local", "2", "--wait"],

@@ -139,7 +139,7 @@ def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
         (1, 1),
         (2, 2),
     ]
-    with pytest.raises(fp8cfg.ConfigError, match="write false"):
+    with pytest.raises(fp8cfg.ConfigError, match="set it to false"):
         fp8cfg.compose(
             ["recipe=llama_8b", "trainer.strategy.sequence_parallel=true", "trainer.smoke=true"]
         )
@@ -196,7 +196,7 @@ def test_a_backend_that_splits_no_matrices_is_refused_with_one_that_does(
         f"{TENSOR}=2",
         f"log.dir={tmp_path}",
     ]
-    why = f"backend={backend}: its layers are not split by tensor_model_parallel_size=2; write backend=native"
+    why = f"backend={backend}: its layers are not split by tensor_model_parallel_size=2; set backend=native"
     for gpus in ("2", "1"):  # one of which has whole replicas
         assert main(["plan", *words, "--gpus", gpus]) == 2
         offered = lines(capsys.readouterr().err, "there")
@@ -464,7 +464,7 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(
     trained: list[fp8cfg.Recipe] = []
     monkeypatch.setattr(launch_run, "launch", lambda recipe, *_: trained.append(recipe) or 0)
     words = ["recipe=llama_tiny", "trainer.accelerator=cpu", f"{TENSOR}=2"]
-    assert main(words) == 2 and "nearest is trainer.devices=2, or" in capsys.readouterr().err
+    assert main(words) == 2 and "set trainer.devices=2, or" in capsys.readouterr().err
     for key, value in {"WORLD_SIZE": "4", **local}.items():
         monkeypatch.setenv(key, value)
     assert main(words) == (0 if machines else 2)

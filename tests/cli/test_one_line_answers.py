@@ -229,7 +229,8 @@ def test_a_working_directory_that_is_gone_is_one_line(
     gone.rmdir()
     assert main([verb, "recipe=llama_tiny"]) == 2
     assert (
-        capsys.readouterr().err == "error: the working directory is gone; cd to one that is there\n"
+        capsys.readouterr().err
+        == "error: the working directory was deleted; cd to another folder\n"
     )
 
 
@@ -240,7 +241,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(
     assert report_error(FileNotFoundError(2, "No such file or directory", "/proc/x")) == 2
     assert report_error(FileNotFoundError(2, "No such file or directory", "/proc/y")) is None
     assert capsys.readouterr().err.startswith(
-        "error: TORCHINDUCTOR_CACHE_DIR=/proc/x: no folder, and none can be made (No such file"
+        "error: TORCHINDUCTOR_CACHE_DIR=/proc/x: cannot be created (No such file"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_layout_that_is_not_run_is_planned_and_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, lines = refused(capsys, *LARGE, *LEVEL)
-    assert "; write opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
+    assert "; set opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
     assert lines[-1].endswith(" trainer.smoke=true")
     assert (
         "\ndoes not run as it stands: opt_level=O2: goes with data parallelism only, not\n" in out

@@ -249,7 +249,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(
         (["evaluate", "hf://o/n"], "hf://o/n is not a run folder: there is no hf://o/n"),
         (
             ["evaluate", "RUN", "--data", "hf://o/n"],
-            "--data hf://o/n: data are files, not an address",
+            "--data hf://o/n: is a URL, not a local path",
         ),
         (
             ["data", "prepare", "hf://o/n", "data=tiny"],

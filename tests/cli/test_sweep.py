@@ -148,8 +148,8 @@ REFUSED = [
     (
         "fp8.margin=1,2",
         [
-            "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
-            "fp8.margin=2: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+            "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
+            "fp8.margin=2: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
         ],
     ),
     (
@@ -361,7 +361,7 @@ def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_fold
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
     first = multirun.write(tmp_path, 0, ["trainer.seed=1"], 0, "", ran=True)
     second = multirun.write(
-        tmp_path, 1, ["trainer.seed=2"], 2, f"{tmp_path} already holds a run", ran=False
+        tmp_path, 1, ["trainer.seed=2"], 2, f"{tmp_path}: already contains a run", ran=False
     )
     assert (first["training_loss"], second["training_loss"]) == (4.0, None) and multirun.read(
         tmp_path
@@ -370,7 +370,7 @@ def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_fold
     assert capsys.readouterr().out.splitlines()[3:] == [
         ".       1             4.0000                              0",
         ".       2                                                 2",
-        f". refused: {tmp_path} already holds a run",
+        f". refused: {tmp_path}: already contains a run",
     ]
 
 
@@ -392,7 +392,7 @@ def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
         and first["training_loss"]
         and second["training_loss"] is None
     )
-    assert f"fp8cfg refused: {sweep / 'fp8cfg'} already holds a run" in done.stdout
+    assert f"fp8cfg refused: {sweep / 'fp8cfg'}: already contains a run" in done.stdout
 
 
 def test_what_the_user_did_not_write_gives_way_in_each_job(

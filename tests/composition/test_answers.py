@@ -137,8 +137,8 @@ ANSWERS = {
     "backend=AO": "backend=AO: not an option; did you mean 'torchao'?",
     "backend=ms-amp": "backend=ms-amp: not an option; did you mean 'msamp'?",
     "fp8.scaling=rowwise": "fp8.scaling=rowwise: not an option; write fp8.scaling=current fp8.granularity=row",
-    "float8.recipe_name=rowwise": "float8.recipe_name=rowwise: no such key; write fp8.scaling=current fp8.granularity=row",
-    "float8.recipe_name=mxfp8": "float8.recipe_name=mxfp8: no such key; write fp8.scaling=mxfp8",
+    "float8.recipe_name=rowwise": "float8.recipe_name=rowwise: no such key; set fp8.scaling=current fp8.granularity=row",
+    "float8.recipe_name=mxfp8": "float8.recipe_name=mxfp8: no such key; set fp8.scaling=mxfp8",
     "plugins=bf16_fp8": "plugins: no such key; it belongs to trainer.plugins (precision=bf16_fp8)",
     "trainer.plugin=x": "trainer.plugin: no such key; it belongs to trainer.plugins (precision=bf16_fp8)",
     **{
@@ -169,7 +169,7 @@ ANSWERS = {
         for theirs, ours in ALIKE.items()
     },
     **{
-        f"zero_optimization.{stage}=3": f"zero_optimization.{stage}=3: no such key; write storage.shard=fsdp"
+        f"zero_optimization.{stage}=3": f"zero_optimization.{stage}=3: no such key; set storage.shard=fsdp"
         for stage in ("stage", "zero_stage")
     },
     "bf16=true": "bf16: no such key; it belongs to precision=bf16",

@@ -142,9 +142,9 @@ GOLDEN = [
         "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
     ),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
-    ("mixed_precision=fp8", "mixed_precision=fp8: no such key; write precision=bf16_fp8"),
-    ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; write fp8.scaling=current"),
-    ("trainer.precision=bf16", "trainer.precision=bf16: no such key; write precision=bf16"),
+    ("mixed_precision=fp8", "mixed_precision=fp8: no such key; set precision=bf16_fp8"),
+    ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; set fp8.scaling=current"),
+    ("trainer.precision=bf16", "trainer.precision=bf16: no such key; set precision=bf16"),
     ("optimization_level=O2", "optimization_level: no such key; it belongs to opt_level"),
     ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra itself are not part of a recipe"),
     ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
@@ -166,7 +166,7 @@ def test_all_wrong_words_at_once() -> None:
 
 
 def test_rules_are_checked_at_every_door() -> None:
-    line = "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"
+    line = "fp8.margin=1: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true"
     assert problems("fp8.margin=1") == [line]
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml("recipe: llama_tiny\nfp8: {margin: 1}")

@@ -252,11 +252,11 @@ def test_what_the_user_did_not_write_gives_way_and_one_line_says_so(
 REFUSED = [
     (
         "trainer.max_steps=5 optim.warmup_steps=20",
-        "optim.warmup_steps=20: with optim.constant_steps=0 more than trainer.max_steps=5; nearest is 5",
+        "optim.warmup_steps=20: longer than trainer.max_steps=5; set it to 5 or less",
     ),
     (
         "optim.warmup_steps=500",
-        "optim.warmup_steps=500: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
+        "optim.warmup_steps=500: longer than trainer.max_steps=100; set it to 100 or less",
     ),
     (
         "trainer.global_batch_size=8 trainer.micro_batch_size=16",
@@ -264,11 +264,11 @@ REFUSED = [
     ),
     (
         "precision=bf16_fp8 fp8.scaling=mxfp8 fp8.format=hybrid",
-        "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; E5M2 gradients under fine-grained scales make training diverge",
+        "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; training diverges with E5M2 gradients and fine-grained scales",
     ),
     (
         "precision=bf16_mxfp8 fp8.format=hybrid",
-        "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; E5M2 gradients under fine-grained scales make training diverge",
+        "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; training diverges with E5M2 gradients and fine-grained scales",
     ),
     (
         f"{NEMOTRON} fp8.high_precision_at_end=14",
@@ -282,28 +282,28 @@ REFUSED = [
     ),
     (
         "precision=bf16_fp8 fp8.params=true opt_level=O1",
-        "fp8.params=true: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two",
+        "fp8.params=true: has no effect, opt_level=O1 stores weights in fp16_scaled; remove one of them",
     ),
     (
         "precision=bf16_fp8 fp8.params=true opt_level=O2",
-        "fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two",
+        "fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; remove one of them",
     ),
     (
         "precision=bf16 opt_level=O2 storage.comm=fp8_pow2",
-        "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write fp8, or bf16 or fp32 to add them up before they are stored",
+        "storage.comm=fp8_pow2: gradients are stored in fp8 and sent unchanged; set it to fp8, or bf16 or fp32 to sum them before they are stored",
     ),
     (
         "precision=bf16 opt_level=O2 optim.betas=[0.9,0.9999]",
-        "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=fp16_scaled rounds an average of rate "
-        "0.9999 back to where it was, so it never comes down; nearest is 0.9995, or write storage.exp_avg_sq=fp32",
+        "optim.betas=[0.9, 0.9999]: rounding in storage.exp_avg_sq=fp16_scaled stops an average of rate "
+        "0.9999, so it never decays; nearest is 0.9995, or set storage.exp_avg_sq=fp32",
     ),
     (
         "precision=bf16 storage.weight=fp8 storage.master_weight=none",
-        "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32",
+        "storage.master_weight=none: storage.weight=fp8 needs master weights; set it to fp16_scaled or fp32",
     ),
     (
         "precision=bf16 storage.weight=bf16 storage.master_weight=none storage.rounding=nearest optim.lr=1e-6",
-        "optim.lr=1e-06: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; write "
+        "optim.lr=1e-06: storage.weight=bf16 loses most updates below 6.1e-05 of weights around 0.02; set "
         "storage.rounding=stochastic or storage.master_weight=fp32",
     ),
     (
@@ -313,28 +313,28 @@ REFUSED = [
     # at their defaults
     (
         "precision=bf16 fp8.margin=0",
-        "fp8.margin=0: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+        "fp8.margin=0: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
     ),
     (
         "precision=bf16 fp8={margin:0}",
-        "fp8.margin=0: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+        "fp8.margin=0: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
     ),
     (
         "precision=bf16_fp8_current fp8.amax_history_len=1024",
-        "fp8.amax_history_len=1024: has no effect under fp8.scaling=current, only under delayed; drop it or write fp8.scaling=delayed",
+        "fp8.amax_history_len=1024: has no effect with fp8.scaling=current; remove it or set fp8.scaling=delayed",
     ),
     (
         "trainer.val_check_interval=0 trainer.limit_val_batches=32",
-        "trainer.limit_val_batches=32: has no effect while trainer.val_check_interval=0 (never evaluate); drop it",
+        "trainer.limit_val_batches=32: has no effect with trainer.val_check_interval=0 (no evaluation); remove it",
     ),
     ("optim.momentum=0.9", "optim.momentum=0.9: has no effect with optim.name=adamw"),
     (
         "precision.hysteresis=2",
-        "precision.hysteresis=2: has no effect, loss scaling is for precision.compute=fp16 alone, not bf16",
+        "precision.hysteresis=2: has no effect with precision.compute=bf16; only fp16 has loss scaling",
     ),
     (
         "checkpoint.every_n_steps=0 checkpoint.keep=2",
-        "checkpoint.keep=2: has no effect while checkpoint.every_n_steps=0 (the end alone)",
+        "checkpoint.keep=2: has no effect with checkpoint.every_n_steps=0 (saves only at the end)",
     ),
 ]
 
@@ -375,7 +375,7 @@ def test_a_recipe_is_built_without_remarks_that_were_made_or_that_nobody_caused(
 def test_a_recipe_in_python_is_as_it_stands() -> None:
     r = llama_tiny()
     r.trainer.max_steps = 5
-    with pytest.raises(fp8cfg.ConfigError, match=r"optim\.warmup_steps=20: .* nearest is 5"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"optim\.warmup_steps=20: .* set it to 5 or less"):
         r.check()
     r = llama_tiny()
     r.precision, r.opt_level = "bf16_fp8", "O2"

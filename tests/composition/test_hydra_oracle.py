@@ -223,8 +223,8 @@ def test_groups_of_ones_own(words: list[str], folder: Path) -> None:
 REFUSED = {
     "- precision@model.foo: bf16": "defaults: precision@model.foo: packages are fixed, precision is at trainer.plugins; write '/precision: bf16'",
     "- precision@_global_: bf16": "defaults: precision@_global_: packages are fixed, precision is at trainer.plugins; write '/precision: bf16'",
-    "- /hydra/launcher: basic": "defaults: /hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them",
-    "- override hydra/launcher: basic": "defaults: override hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them",
+    "- /hydra/launcher: basic": "defaults: /hydra/launcher: Hydra's own settings are not part of a recipe; pass them on the command line",
+    "- override hydra/launcher: basic": "defaults: override hydra/launcher: Hydra's own settings are not part of a recipe; pass them on the command line",
     "- opt precision: bf16": "defaults: opt precision: no such keyword 'opt'; choose from override, optional",
     "- precison: bf16": "defaults: precison: no such group; did you mean 'precision'?",
     "- precision: ???": "precision=???: needs the name of a choice in this file; a run asks for none",

@@ -56,7 +56,7 @@ TYPED = {
     ("optim.betas=[0.9]",): "optim.betas=[0.9]: expected 2 values, got 1",
     # empty values
     ("optim.lr=",): "optim.lr=: needs a value",
-    ("precision=",): "precision=: needs the name of a choice; fp8cfg list precision has them",
+    ("precision=",): "precision=: needs the name of a choice; see fp8cfg list precision",
     ("fp8=",): "fp8=: expected keys of fp8; write fp8.enabled=true",
     # truth in other words
     (
@@ -135,7 +135,7 @@ TYPED = {
     ): "precision=fp8_tensorwise: no such precision preset; did you mean 'bf16_fp8_current'?",
     ("precision=bfloat16",): "precision=bfloat16: no such precision preset; did you mean 'bf16'?",
     ("precision=16",): "precision=16: expected the name of a preset; did you mean 'fp16'?",
-    ("precision=int8",): "precision=int8: no such precision preset; fp8cfg list precision has them",
+    ("precision=int8",): "precision=int8: no such precision preset; see fp8cfg list precision",
     # text from elsewhere
     (
         "model.vocab_size=50,257",
@@ -176,7 +176,7 @@ ASSIGNED = {
     "recipe.fp8.override_linear_precision = (False, False, True)": "fp8.override_linear_precision=[false, false, true]: expected a mapping of keys, got a list; "
     "write 'fp8.override_linear_precision={fprop: false, dgrad: false, wgrad: true}'",
     "recipe.trainer.max_steps = '1_000'": "trainer.max_steps=1_000: expected an integer, got str; write it out, as 1000",
-    "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected one, got a list; write it without the list",
+    "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected a single value, got a list; write it without brackets",
     "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
     "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')": "compose: base: expected a Recipe, got str; a name is a word, as in recipe=llama_8b",
     "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is the text itself; write from_yaml(Path('mine.yaml'))",

@@ -176,7 +176,7 @@ def test_sft_trains_on_conversations_unless_data_is_named(
     assert fp8cfg.compose(["task=sft"], base=mine).data.name == "jsonl", (
         "a recipe that names its data keeps it"
     )
-    line = "data=chat: needs data.path, a .jsonl file of conversations; or write data=NAME of another kind"
+    line = "data=chat: needs data.path, a .jsonl file of conversations, or another data=NAME"
     recipe = fp8cfg.compose(
         ["recipe=llama_tiny", "task=sft"]
     )  # can be planned, checked and written down before there is a file

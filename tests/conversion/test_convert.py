@@ -186,7 +186,7 @@ def test_what_is_refused_before_anything_is_replaced(words: tuple[str, ...], lin
         (
             nn.Sequential(nn.Linear(64, 64)),
             ("fp8.high_precision_at_start=1",),
-            "fp8.high_precision_at_start=1: has no effect, the model has no list of like layers; write fp8.high_precision_at_start=0",
+            "fp8.high_precision_at_start=1: has no effect, the model has no list of like layers; set fp8.high_precision_at_start=0",
         ),
         (nn.Sequential(nn.ReLU()), (), "fp8.enabled=true: none of 0 linear layers"),
         ("model", (), "expected a torch.nn.Module, got str"),
@@ -213,7 +213,7 @@ def test_other_mistakes() -> None:
         "expected a torch.nn.Module, got str",
     ]
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"precision\.compute=bf16 runs no FP8; write precision=bf16_fp8"
+        fp8cfg.ConfigError, match=r"precision\.compute=bf16 runs no FP8; set precision=bf16_fp8"
     ):
         fp8cfg.convert_model(Model(), fp8cfg.compose(["precision=bf16"]))
     model = Model()

@@ -61,7 +61,7 @@ def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
     ]
     (done.folder / "recipe.yaml").write_text("")
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"already holds a run; go on with it by fp8cfg resume"
+        fp8cfg.ConfigError, match=r"already contains a run; continue it with fp8cfg resume"
     ):
         fp8cfg.run(recipe, mine, done.folder)
     recipe.log.folder, recipe.log.resume = str(done.folder), "auto"

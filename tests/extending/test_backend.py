@@ -133,13 +133,13 @@ def test_packages_that_are_broken_are_left_out_with_one_line_each(tmp_path: Path
     )
     code = "from fp8cfg.__main__ import main; print(main({argv}))"
     recipes, backends = (
-        f"warning: package fp8-broken: its entry point lost of fp8cfg.{group} cannot be loaded (OSError: no such library); it is left out"
+        f"warning: package fp8-broken: its entry point lost of fp8cfg.{group} cannot be loaded (OSError: no such library); it is skipped"
         for group in ("recipes", "backends")
     )
-    taken = "warning: package fp8-broken: its entry point native of fp8cfg.backends has a name that is taken; it is left out"
+    taken = "warning: package fp8-broken: its entry point native of fp8cfg.backends has the name of another backend; it is skipped"
     bare = (
         "warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES, an object of "
-        "fp8cfg.schema.backends.Capabilities; it is left out"
+        "fp8cfg.schema.backends.Capabilities; it is skipped"
     )
     done = python(tmp_path, code.format(argv=["list", "recipe"]))
     assert done.stdout.endswith("\n0\n") and "llama_tiny" in done.stdout

@@ -87,7 +87,7 @@ def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(
         "nowhere.yaml: cannot be read (No such file or directory)"
     ]
     assert refused(capsys, "import", "nemo", "nowhere") == [
-        "precision=nowhere: no such precision preset; fp8cfg list precision has them"
+        "precision=nowhere: no such precision preset; see fp8cfg list precision"
     ]
 
 
@@ -200,7 +200,9 @@ def test_too_few_gpus_of_a_job_file_are_refused(
         "trainer: {devices: 4, num_nodes: 1}\nmodel: {tensor_model_parallel_size: 8, fp8: true}\n"
     )
     assert main(["import", "nemo", str(file), "recipe=llama_8b"]) == 2
-    assert "does not divide trainer.num_nodes x trainer.devices = 4" in capsys.readouterr().err
+    assert (
+        "trainer.num_nodes x trainer.devices = 4: must be a multiple of" in capsys.readouterr().err
+    )
 
 
 def test_an_exported_script_of_a_parallel_model_reads_back(

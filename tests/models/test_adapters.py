@@ -232,28 +232,28 @@ def test_a_plan_has_no_masters_of_frozen_weights() -> None:
     [
         (
             ("task=lora", FP8, "backend=te"),
-            "backend=te: has no adapters over its layers; write backend=native",
+            "backend=te: does not support LoRA adapters; set backend=native",
         ),
         (
             ("task=lora", "backend=msamp", FP8),
-            "backend=msamp: has no adapters over its layers; write backend=native",
+            "backend=msamp: does not support LoRA adapters; set backend=native",
         ),
         (
             ("task=lora", "backend=torchao", "precision=bf16_fp8_current"),
-            "backend=torchao: has no adapters over its layers; write backend=native",
+            "backend=torchao: does not support LoRA adapters; set backend=native",
         ),
         (
             ("task=lora", FP8, "log.fp8_stats_every_n_steps=2"),
-            "log.fp8_stats_every_n_steps=2: measures the gradients of weights, which lora.enabled=true freezes; drop it",
+            "log.fp8_stats_every_n_steps=2: measures gradients of weights, but lora.enabled=true freezes them; remove it",
         ),
         (
             ("task=lora", "lora.targets=[]"),
-            "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it",
+            "lora.targets=[]: adds no adapter; set it to [q_proj,v_proj] or remove it",
         ),
-        (("lora.rank=4",), "lora.rank=4: has no effect while lora.enabled=false; write task=lora"),
+        (("lora.rank=4",), "lora.rank=4: has no effect with lora.enabled=false; set task=lora"),
         (
             ("task=sft", "lora.alpha=4"),
-            "lora.alpha=4.0: has no effect while lora.enabled=false; write task=lora",
+            "lora.alpha=4.0: has no effect with lora.enabled=false; set task=lora",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_adapters_of_split_matrices_have_no_dropout() -> None:
     assert not layout_violations(small(*split, "lora.dropout=0"), 2)
     (violation,) = layout_violations(small(*split, "lora.dropout=0.1"), 2)
     line = str(violation)
-    assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; write 0")
+    assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; set it to 0")
 
 
 def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> None:

@@ -67,7 +67,7 @@ def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
     recipe.model.rotary_base = 500.0
     with pytest.warns(
         PlainWarning,
-        match=r"were trained otherwise: model.rotary_base=500.0 \(config.json: 10000.0\)",
+        match=r"trained with other settings: model.rotary_base=500.0 \(config.json: 10000.0\)",
     ):
         fp8cfg.lower(recipe)
     recipe.model.hidden_size, recipe.model.rotary_base = 80, 10000.0
@@ -88,7 +88,7 @@ def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
         ),
         (
             ["recipe=from_hf", "model.path=meta/llama"],
-            "model.path=meta/llama: there is no meta/llama/config.json; of the hub write model.path=hf://meta/llama",
+            "model.path=meta/llama: meta/llama/config.json not found; for a hub id write model.path=hf://meta/llama",
         ),
     ],
 )
@@ -101,9 +101,7 @@ def test_a_folder_without_weights_is_refused_with_what_to_do(tmp_path: Path) -> 
     saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     words = ["recipe=from_hf", f"model.path={tmp_path}", *WORDS]
-    with pytest.raises(
-        ConfigError, match=r"; copy the weights there, or write model\.weights=null"
-    ):
+    with pytest.raises(ConfigError, match=r"; copy the weights there, or set model\.weights=null"):
         fp8cfg.build(fp8cfg.compose(words))
     fp8cfg.build(fp8cfg.compose([*words, "model.weights=null"]))
 
@@ -196,23 +194,23 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ({"num_hidden_layers": "2"}, "num_hidden_layers=2: expected a whole number"),
     ({"num_hidden_layers": -1}, "model.num_layers=-1: must be at least 1"),
-    ({"head_dim": 1e308}, "model.kv_channels: a number of more digits"),
+    ({"head_dim": 1e308}, "model.kv_channels: the number has too many digits"),
     ({"max_position_embeddings": [3]}, r"max_position_embeddings=\[3\]: expected a whole number"),
     ({"hidden_size": True}, "hidden_size=true: expected a whole"),
     ({"layer_types": 1}, "layer_types=1: expected a list"),
     ({"rope_parameters": "x"}, "rope_parameters=x: expected an object"),
     (
         {"rope_parameters": {"full_attention": 3}},
-        "rope_parameters: expected an object for each kind of layers",
+        "rope_parameters: expected an object for each layer type",
     ),
     (
         {"rope_parameters": None, "rope_scaling": {"type": "linear"}},
-        "rope_type=linear: has no factor",
+        "rope_type=linear: factor is missing",
     ),
-    ({"model_type": ["llama"]}, "no such family here"),
+    ({"model_type": ["llama"]}, "not supported"),
 ]
 
 

@@ -214,16 +214,16 @@ def test_targets_without_documents_are_refused() -> None:
     [
         (
             "precision=bf16_fp8 fp8.dot_product_attention=true",
-            "reset_attention_mask=true: attention in FP8 has no masks of documents; write fp8.dot_product",
+            "reset_attention_mask=true: FP8 attention does not support document masks; set fp8.dot_product",
         ),
         (
             "trainer.devices=2 trainer.strategy.context_parallel_size=2",
-            "told apart in whole sequences, and trainer.strategy.context_parallel_size=2 splits",
+            "document boundaries need whole sequences, but trainer.strategy.context_parallel_size=2 splits",
         ),
         ("data=chat data.path=x", "data.reset_attention_mask=true: has no effect with data=chat"),
         (
             "data=tokens data.path=x",
-            "data.reset_attention_mask=true: token files do not say which token ends a document; write data.tokenizer",
+            "data.reset_attention_mask=true: token files do not store the end-of-document token; set data.tokenizer",
         ),
     ],
 )

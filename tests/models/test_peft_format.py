@@ -227,8 +227,8 @@ def test_adapters_are_read_back_and_odd_ones_refused(base: Path, tmp_path: Path)
     again = fp8cfg.build(fp8cfg.compose(words))
     assert torch.equal(logits(again.model), logits(job.model))
     for more, line in (
-        (["lora.rank=2"], "adapter_config.json says r=4; write lora.rank=4"),
-        (["lora.alpha=2"], "says lora_alpha=12.0; write lora.alpha=12.0"),
+        (["lora.rank=2"], "adapter_config.json says r=4; set lora.rank=4"),
+        (["lora.alpha=2"], "says lora_alpha=12.0; set lora.alpha=12.0"),
         (["lora.targets=[q_proj]"], "20 matrices are of other layers than lora.targets"[3:]),
         (["lora.targets=[linear_qkv,lm_head]"], "matrices are missing"),
     ):

@@ -351,11 +351,11 @@ def test_a_pass_outside_of_the_region_is_an_error() -> None:
     [
         (
             ("precision=bf16",),
-            "log.fp8_stats_every_n_steps=2: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or drop it",
+            "log.fp8_stats_every_n_steps=2: has no effect with fp8.enabled=false; remove it or set precision=bf16_fp8",
         ),
         (
             ("precision=bf16_fp8", "trainer.max_steps=1", "optim.warmup_steps=0"),
-            "log.fp8_stats_every_n_steps=2: has no effect, trainer.max_steps=1 ends before; nearest is 1",
+            "log.fp8_stats_every_n_steps=2: has no effect, the run ends with trainer.max_steps=1; nearest is 1",
         ),
     ],
 )

@@ -163,12 +163,15 @@ def test_moments_keep_their_step() -> None:
 @pytest.mark.parametrize(
     ("column", "line"),
     [
-        ("weight", "storage.weight=fp8_expand: a codec of moments (COAT); write fp8"),
-        ("weight_grad", "storage.weight_grad=fp8_expand: a codec of moments (COAT); write fp8"),
-        ("comm", "storage.comm=fp8_expand: not sent over the wire; write fp16, fp8 or fp8_pow2"),
+        ("weight", "storage.weight=fp8_expand: only for moments (COAT); set it to fp8"),
+        ("weight_grad", "storage.weight_grad=fp8_expand: only for moments (COAT); set it to fp8"),
+        (
+            "comm",
+            "storage.comm=fp8_expand: cannot be sent between ranks; set it to fp16, fp8 or fp8_pow2",
+        ),
         (
             "master_weight",
-            "storage.master_weight=fp8_expand: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+            "storage.master_weight=fp8_expand: FP8 master weights lose small updates; set it to fp16_scaled or fp32",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_the_exported_names_are_these() -> None:
         ("has_transformer_engine_layers", "a torch.nn.Module, such as job.model"),
         ("averaged", "a Job; fp8cfg.build(recipe) gives one"),
         ("to_yaml", "a Recipe, such as job.recipe"),
-        ("recipe", "a function that gives a Recipe; those of fp8cfg.recipes are called"),
+        ("recipe", "a function that returns a Recipe; call the functions of fp8cfg.recipes"),
     ],
 )
 def test_what_is_given_for_something_else_is_answered_in_a_line(name: str, what: str) -> None:

@@ -26,11 +26,11 @@ ALONE = "with data parallelism only, not with context_parallel_size=2"
         ),
         (
             "precision=bf16_fp8 fp8.dot_product_attention=true",
-            f"fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false",
+            f"fp8.dot_product_attention=true: FP8 attention needs whole sequences, but {CONTEXT}=2 splits them; set it to false",
         ),
         (
             "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it",
+            f"log.fp8_stats_every_n_steps=2: needs whole sequences on one rank, but {CONTEXT}=2 splits them; remove it",
         ),
     ],
 )
@@ -53,11 +53,11 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
         ),
         (
             "precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto storage.accumulate=wide",
         ),
         (
             "precision=bf16_precision_aware storage.shard=zero1",
-            f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none",
+            f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; set storage.shard=none",
         ),
     ],
 )

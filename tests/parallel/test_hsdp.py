@@ -245,15 +245,15 @@ def test_memory_is_that_of_a_group() -> None:
     [
         (
             "trainer.devices=4 storage.shard=none",
-            f"{GROUPS}=2: has no effect with storage.shard=none; write storage.shard=zero1, or 1",
+            f"{GROUPS}=2: has no effect with storage.shard=none; write set storage.shard=zero1, or 1",
         ),
         (
             "trainer.devices=4 precision=bf16_fp8 fp8.params=false opt_level=O2",
-            f"{GROUPS}=2: has no effect with storage.shard=auto, which is none here; write 1",
+            f"{GROUPS}=2: has no effect with storage.shard=auto, which shards nothing here; set it to 1",
         ),
         (
             "trainer.devices=4 precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
-            f"{GROUPS}=2: groups have the shards of FSDP2, and here whole tensors have owners; write 1",
+            f"{GROUPS}=2: needs FSDP2, but this recipe shards whole tensors; set it to 1",
         ),
         (
             "trainer.devices=3 trainer.global_batch_size=6 trainer.micro_batch_size=2 storage.shard=fsdp",
@@ -261,7 +261,7 @@ def test_memory_is_that_of_a_group() -> None:
         ),
         (
             "trainer.devices=2 storage.shard=fsdp",
-            f"{GROUPS}=2: leaves one rank to each group, which shards nothing; write storage.shard=none, or 1",
+            f"{GROUPS}=2: leaves one rank per group, so nothing is sharded; set storage.shard=none, or set it to 1",
         ),
     ],
 )

@@ -32,7 +32,7 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
         ),
         (
             "precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto storage.accumulate=wide",
         ),
         (
             "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
@@ -66,7 +66,7 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
         f"{PIPELINE}=2",
     )
     assert [str(found) for found in layout_violations(small("trainer.devices=4", *words), 4)] == [
-        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"
+        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; set storage.shard=none"
     ]
     assert layout_violations(small("trainer.devices=2", *words), 2) == []
 
@@ -76,30 +76,30 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
     [
         (
             ["ZBVZeroBubble"],
-            "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules take the gradients of weights apart from those of "
-            "inputs, and FP8 layers make both of one quantized gradient; write auto",
+            "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules compute gradients of weights and "
+            "inputs separately, but FP8 layers compute both from one quantized gradient; set it to auto",
         ),
         (
             ["interleaved_1f1b"],
-            "trainer.strategy.pipeline_schedule=interleaved_1f1b: is of several chunks on each GPU; write "
+            "trainer.strategy.pipeline_schedule=interleaved_1f1b: needs several chunks on each GPU; set "
             "trainer.strategy.virtual_pipeline_model_parallel_size=2",
         ),
         (
             ["1f1b", TWO_CHUNKS, "model.num_layers=4"],
-            "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "
-            "virtual_pipeline_model_parallel_size=2; write interleaved_1f1b, or virtual_pipeline_model_parallel_size=null",
+            "trainer.strategy.pipeline_schedule=1f1b: runs one chunk on each GPU, but "
+            "virtual_pipeline_model_parallel_size=2; set it to interleaved_1f1b, or set virtual_pipeline_model_parallel_size=null",
         ),
         (
             [f"{PIPELINE}=1", "1f1b"],
-            "trainer.strategy.pipeline_schedule=1f1b: has no effect while pipeline_model_parallel_size=1; write auto",
+            "trainer.strategy.pipeline_schedule=1f1b: has no effect with pipeline_model_parallel_size=1; set it to auto",
         ),
         (
             ["model.num_layers=2", TWO_CHUNKS, "auto"],
-            f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is virtual_pipeline_model_parallel_size=null",
+            f"{PIPELINE}=2: needs at least one layer in each of 4 chunks, but model.num_layers=2; nearest is virtual_pipeline_model_parallel_size=null",
         ),
         (
             ["model.num_layers=3", TWO_CHUNKS, "auto"],
-            f"{PIPELINE}=2: model.num_layers=3 are too few for 4 chunks of layers; nearest is 1 with virtual_pipeline_model_parallel_size=null",
+            f"{PIPELINE}=2: needs at least one layer in each of 4 chunks, but model.num_layers=3; nearest is 1 with virtual_pipeline_model_parallel_size=null",
         ),
     ],
 )
@@ -126,7 +126,7 @@ def test_other_backends_are_refused() -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=f"backend=msamp: its scales are not those of the stages of {KEY}; write backend=native",
+        match=f"backend=msamp: its scales are not those of the stages of {KEY}; set backend=native",
     ):
         fp8cfg.build(recipe)
 

@@ -17,19 +17,19 @@ ALONE = f"with data parallelism only, not with {KEY}"
     [
         (
             "model.num_query_groups=1",
-            f"{TENSOR}=2: does not divide model.num_query_groups=1; write {TENSOR}=1",
+            f"{TENSOR}=2: does not divide model.num_query_groups=1; set {TENSOR}=1",
         ),
         (
             "model.vocab_size=273",
-            f"{TENSOR}=2: does not divide model.vocab_size=273; write model.vocab_size=274",
+            f"{TENSOR}=2: does not divide model.vocab_size=273; set model.vocab_size=274",
         ),
         (
             "model.ffn_hidden_size=129",
-            f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130",
+            f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; set model.ffn_hidden_size=130",
         ),
         (
             "model.seq_length=31 trainer.strategy.sequence_parallel=true",
-            "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; write model.seq_length=32",
+            "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; set model.seq_length=32",
         ),
         (
             "precision=bf16_fp8 opt_level=O2",
@@ -42,19 +42,19 @@ ALONE = f"with data parallelism only, not with {KEY}"
         ),
         (
             "precision=bf16_fp8 storage.comm=fp8",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto",
         ),
         (
             "precision=bf16_fp8 fp8.dot_product_attention=true",
-            f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; write false",
+            f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; set it to false",
         ),
         (
             "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0",
+            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; set it to 0",
         ),
         (
             "precision=bf16_fp8 fp8.reduce_amax=false",
-            f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; write true",
+            f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; set it to true",
         ),
         (
             "precision=bf16_nvfp4 model.ffn_hidden_size=144",
@@ -88,7 +88,7 @@ def test_other_backends_are_refused() -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=f"backend=torchao: its layers are not split by {KEY}; write backend=native",
+        match=f"backend=torchao: its layers are not split by {KEY}; set backend=native",
     ):
         fp8cfg.build(recipe)
 

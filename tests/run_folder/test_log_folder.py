@@ -59,7 +59,7 @@ def test_one_line_starts_and_goes_on(
         f"error: fp8.margin=1: the checkpoint of step 3 has 0; write {line}\n"
     )
     assert main(line.split()[1:]) == 0
-    assert main([*SAVES, mine[0]]) == 2 and "already holds a run" in capsys.readouterr().err
+    assert main([*SAVES, mine[0]]) == 2 and "already contains a run" in capsys.readouterr().err
 
 
 def test_fit_does_so_too(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_fit_does_so_too(tmp_path: Path) -> None:
     [
         (
             ["log.resume=auto"],
-            "log.resume=auto: needs log.folder, the run folder to start or to go on with; write log.folder=runs/llama_tiny",
+            "log.resume=auto: needs log.folder, the run folder to start or continue; set log.folder=runs/llama_tiny",
         ),
         (
             ["log.folder=a", "hydra.run.dir=b"],
@@ -117,7 +117,7 @@ def test_a_folder_that_is_taken_is_said_before_a_model_is_made(
     (tmp_path / "recipe.yaml").write_text("")
     assert main([*SAVES, f"log.folder={tmp_path}"]) == 2
     assert capsys.readouterr().err.endswith(
-        f"error: {tmp_path} already holds a run; go on with it by fp8cfg resume {tmp_path}, or name another folder\n"
+        f"error: {tmp_path}: already contains a run; continue it with fp8cfg resume {tmp_path}, or set another log.folder\n"
     )
 
 

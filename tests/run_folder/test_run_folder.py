@@ -61,7 +61,7 @@ def test_explicit_folder(tmp_path: Path) -> None:
         "recipe.yaml",
         "run.lock",
     ]
-    with pytest.raises(RunFolderError, match="already holds a run"):
+    with pytest.raises(RunFolderError, match="already contains a run"):
         create(tmp_path, folder=folder)
     assert RunFolder.open(folder, lock=False).recipe.exists()
 
@@ -77,7 +77,7 @@ def test_a_run_that_was_faster_keeps_its_folder(
         return take_lock(files)
 
     monkeypatch.setattr(run_folder, "take_lock", late)
-    with pytest.raises(RunFolderError, match="already holds a run"):
+    with pytest.raises(RunFolderError, match="already contains a run"):
         create(tmp_path, folder=tmp_path)
     assert recipe.read_text() == "theirs" and not (tmp_path / "environment.json").exists()
 

@@ -96,19 +96,19 @@ KINDS = "set data to its kind: jsonl, csv, parquet, tokens, text, dataset or cha
     [
         (
             f"data=text {PATH}",
-            f"{PATH}: not data=text, it would train on the raw file; write data=jsonl",
+            f"{PATH}: needs data=jsonl, but data=text would train on the raw file; set data=jsonl",
         ),
         (
             "data=text data.path=my.parquet",
-            "data.path=my.parquet: not data=text, it would train on the raw file; write"
+            "data.path=my.parquet: needs data=parquet, but data=text would train on the raw file; set"
             " data=parquet",
         ),
-        (f"data=csv {PATH}", f"{PATH}: not data=csv; write data=jsonl"),
+        (f"data=csv {PATH}", f"{PATH}: needs data=jsonl, not data=csv; set data=jsonl"),
         (
             "data=jsonl data.path=a data.validation_path=v.csv",
-            "data.validation_path=v.csv: not data=jsonl; write data=csv",
+            "data.validation_path=v.csv: needs data=csv, not data=jsonl; set data=csv",
         ),
-        (f"data=tiny {PATH}", f"{PATH}: has no effect with data=tiny; write data=jsonl"),
+        (f"data=tiny {PATH}", f"{PATH}: has no effect with data=tiny; set data=jsonl"),
         ("data.path=my.json", f"data.path=my.json: has no effect with data=stdlib; {KINDS}"),
         (
             "data.mixture=[{path:a.csv,weight:1},{path:b.txt,weight:2}]",
@@ -124,5 +124,5 @@ def test_a_path_of_another_kind(words: str, line: str, capsys: pytest.CaptureFix
 def test_python_names_the_kind_too() -> None:
     recipe = fp8cfg.Recipe()
     recipe.data.path = "my.jsonl"
-    with pytest.raises(fp8cfg.ConfigError, match="write data=jsonl"):
+    with pytest.raises(fp8cfg.ConfigError, match="set data=jsonl"):
         recipe.check()

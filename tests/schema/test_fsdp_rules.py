@@ -12,7 +12,7 @@ from fp8cfg.schema.storage import gathered
 from tests.support.fsdp_runs import CURRENT, FSDP, PLAIN, TORCHAO, job_of
 from tests.support.small import small
 
-ZERO2 = "or storage.shard=zero2"
+ZERO2 = "or set storage.shard=zero2"
 
 
 @pytest.mark.parametrize(
@@ -20,79 +20,79 @@ ZERO2 = "or storage.shard=zero2"
     [
         (
             "storage.gather=bf16",
-            "storage.gather=bf16: has no effect, storage.shard=auto keeps whole weights on every rank; drop it or write storage.shard=fsdp",
+            "storage.gather=bf16: has no effect with storage.shard=auto, which keeps full weights on every rank; remove it or set storage.shard=fsdp",
         ),
         (
             f"{FSDP} opt_level=O2 precision=bf16_fp8",
-            f"opt_level=O2: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}",
+            f"opt_level=O2: storage.shard=fsdp keeps float32 weights; remove it, {ZERO2}",
         ),
         (
             f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}",
-            f"backend=msamp: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}",
+            f"backend=msamp: storage.shard=fsdp keeps float32 weights; remove it, {ZERO2}",
         ),
         (
             f"{FSDP} storage.weight=bf16",
-            f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}",
+            f"storage.weight=bf16: storage.shard=fsdp needs fp32; set it to that, {ZERO2}",
         ),
         (
             f"{FSDP} storage.master_weight=fp32",
-            f"storage.master_weight=fp32: storage.shard=fsdp has none there; write that, {ZERO2}",
+            f"storage.master_weight=fp32: storage.shard=fsdp needs none; set it to that, {ZERO2}",
         ),
         (
             f"{FSDP} storage.weight_grad=bf16",
-            f"storage.weight_grad=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}",
+            f"storage.weight_grad=bf16: storage.shard=fsdp needs fp32; set it to that, {ZERO2}",
         ),
         (
             f"{FSDP} storage.accumulate=stored",
-            "storage.accumulate=stored: needs storage.weight_grad in FP8, not fp32; drop it or write fp8",
+            "storage.accumulate=stored: needs storage.weight_grad in FP8, not fp32; remove it or set it to fp8",
         ),
         (
             f"{FSDP} storage.master_weight=bf16",
-            f"storage.master_weight=bf16: storage.shard=fsdp has none there; write that, {ZERO2}",
+            f"storage.master_weight=bf16: storage.shard=fsdp needs none; set it to that, {ZERO2}",
         ),
         (
             f"{FSDP} storage.comm=fp8",
-            f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; write one of them, {ZERO2}",
+            f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; set one of them, {ZERO2}",
         ),
         (
             f"{FSDP} precision=fp16 storage.comm=fp8",
-            f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; write one of them, {ZERO2}",
+            f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; set one of them, {ZERO2}",
         ),
         (
             f"{FSDP} storage.rounding=stochastic",
-            "storage.rounding=stochastic: has no effect, weights are float32; drop it",
+            "storage.rounding=stochastic: has no effect, weights are float32; remove it",
         ),
         (
             f"{FSDP} precision=fp16 storage.gather=bf16",
-            "storage.gather=bf16: FSDP2 gathers weights in precision.compute=fp16; write auto, or fp8",
+            "storage.gather=bf16: FSDP2 gathers weights in precision.compute=fp16; set it to auto or fp8",
         ),
         (
             f"{FSDP} storage.gather=fp8",
-            "storage.gather=fp8: precision.compute=bf16 runs no FP8; write precision=bf16_fp8_current, or drop it",
+            "storage.gather=fp8: precision.compute=bf16 runs no FP8; set precision=bf16_fp8_current, or remove it",
         ),
         (
             f"{FSDP} precision=bf16_fp8 {PLAIN} storage.gather=fp8",
-            "storage.gather=fp8: needs fp8.scaling=current, not delayed; write that, or storage.gather=auto",
+            "storage.gather=fp8: needs fp8.scaling=current, not delayed; set that, or storage.gather=auto",
         ),
         (
             f"{FSDP} {TORCHAO} fp8.granularity=row storage.gather=fp8",
-            "storage.gather=fp8: needs fp8.granularity=tensor, not row; write that, or storage.gather=auto",
+            "storage.gather=fp8: needs fp8.granularity=tensor, not row; set that, or storage.gather=auto",
         ),
         (
             f"{FSDP} {TORCHAO} fp8.use_power_2_scales=true storage.gather=fp8",
-            "storage.gather=fp8: torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or storage.gather=auto",
+            "storage.gather=fp8: torchao does not round the scales of gathered weights; set fp8.use_power_2_scales=false, or storage.gather=auto",
         ),
         (
             f"{FSDP} {TORCHAO} fp8.override_linear_precision.dgrad=true storage.gather=fp8",
-            "storage.gather=fp8: needs fp8.override_linear_precision.dgrad=false, which reads the weight; write that, or storage.gather=auto",
+            "storage.gather=fp8: needs fp8.override_linear_precision.dgrad=false, which reads the weight; set that, or storage.gather=auto",
         ),
         (
             f"{FSDP} {CURRENT} backend=native storage.gather=fp8",
-            "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params; write fp8.params=true, or storage.gather=auto",
+            "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params; set fp8.params=true, or storage.gather=auto",
         ),
         (
             f"{FSDP} precision=bf16_mxfp8 backend=native storage.gather=fp8",
-            "storage.gather=fp8: fp8.scaling=mxfp8 needs two matrices of a weight, which take as many bytes as bf16; write storage.gather=auto",
+            "storage.gather=fp8: fp8.scaling=mxfp8 needs two copies of a weight, which take as many bytes as bf16; set storage.gather=auto",
         ),
     ],
 )

@@ -164,12 +164,15 @@ def test_an_id_gives_the_shape_the_weights_and_the_tokenizer(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("hf://small", "is no id of the hub; write hf://OWNER/NAME"),
-        ("hf://owner/smal", r"the hub has no such repository, or none for this token \(HF_TOKEN\)"),
+        ("hf://small", "is not a hub id; write hf://OWNER/NAME"),
+        (
+            "hf://owner/smal",
+            r"not found on the hub, or not accessible with this token \(HF_TOKEN\)",
+        ),
         ("hf://owner/small@v2", "owner/small has no revision v2"),
         (
             "owner/small",
-            r"there is no owner/small/config.json; of the hub write model.path=hf://owner/small",
+            r"owner/small/config.json not found; for a hub id write model.path=hf://owner/small",
         ),
     ],
 )

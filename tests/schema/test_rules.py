@@ -72,8 +72,8 @@ def test_keys_of_one_scaling_are_refused_under_the_others(key: str, scaling: str
         []
         if scaling in own
         else [
-            f"fp8.{key}={spelled(OTHER_VALUES[key])}: has no effect under fp8.scaling={scaling}, only under {' and '.join(own)}; drop it or write "
-            f"fp8.scaling={own[0]}"
+            f"fp8.{key}={spelled(OTHER_VALUES[key])}: has no effect with fp8.scaling={scaling}; remove it or set "
+            f"fp8.scaling={' or '.join(own)}"
         ]
     )
 
@@ -116,23 +116,31 @@ CASES = [
         {"fp8__amax_history_len": 1, "fp8__amax_compute_algo": "most_recent"},
         "has no effect with fp8.amax_history_len=1",
     ),
-    ("bf16_fp8", {"precision__hysteresis": 3}, "loss scaling is for precision.compute=fp16 alone"),
+    (
+        "bf16_fp8",
+        {"precision__hysteresis": 3},
+        "has no effect with precision.compute=bf16; only fp16 has loss scaling",
+    ),
     (
         "fp16",
         {"precision__loss_scale": 1024.0, "precision__hysteresis": 3},
-        "precision.loss_scale=1024 is constant",
+        "with the constant precision.loss_scale=1024",
     ),
     ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
-    ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
+    (
+        "bf16_fp8_block",
+        {"fp8__dot_product_attention": True},
+        "fp8.scaling=block does not support FP8 attention",
+    ),
     (
         "bf16_fp8",
         {"fp8__keep_transpose_cache": True, "fp8__params": False},
-        "fp8.keep_transpose_cache=true: has no effect, fp8.params=false keeps both matrices",
+        "fp8.keep_transpose_cache=true: has no effect with fp8.params=false, which keeps both copies",
     ),
     (
         "bf16_fp8",
         {"fp8__keep_transpose_cache": True, "storage__shard": "fsdp"},
-        "has no effect, storage.shard=fsdp lets weights go after each pass",
+        "has no effect, storage.shard=fsdp frees weights after each pass",
     ),
     (
         "bf16_fp8",
@@ -142,10 +150,10 @@ CASES = [
     (
         "bf16_fp8",
         {"fp8__keep_transpose_cache": True, "fp8__override_linear_precision__dgrad": True},
-        "dgrad=true reads no transpose; drop one of the two",
+        "dgrad=true reads no transpose; remove one of them",
     ),
     ("bf16_fp8", {"storage__weight": "bf16"}, "contradicts fp8.params=true"),
-    ("bf16_fp8", {"storage__master_weight": "none"}, "storage.weight=fp8 needs masters"),
+    ("bf16_fp8", {"storage__master_weight": "none"}, "storage.weight=fp8 needs master weights"),
     ("bf16", {"storage__comm": "none"}, "only storage.master_weight can be none"),
     (
         "bf16",
@@ -167,24 +175,24 @@ CASES = [
     (
         "bf16",
         {"model__kv_channels": 33},
-        "model.kv_channels=33: rotary positions need an even head width; nearest is 34",
+        "model.kv_channels=33: must be even for rotary positions; nearest is 34",
     ),
     (
         "bf16",
         {"model__hidden_size": 100},
-        "model.hidden_size=100: 4 heads of 25, and rotary positions need an even head width; nearest is 96, or set model.kv_channels",
+        "model.hidden_size=100: gives heads of 25 channels, but rotary positions need an even number; nearest is 96, or set model.kv_channels",
     ),
     (
         "bf16",
         {"model__rope_scaling__low_freq_factor": 2.0},
-        "has no effect while model.rope_scaling.factor=1",
+        "has no effect with model.rope_scaling.factor=1",
     ),
     ("bf16", {"data__name": "text"}, "data=text: needs data.path"),
     ("bf16", {"data__path": "x"}, "data.path=x: has no effect with data=stdlib"),
     (
         "bf16",
         {"data__name": "jsonl", "data__mixture": ({"path": "hf://a/b", "weight": 1.0},)},
-        "data.mixture[0].path=hf://a/b: data are files, not an address; download them, and write where they are",
+        "data.mixture[0].path=hf://a/b: is a URL, not a local path; download the files and set their path",
     ),
     ("bf16", {"optim__min_lr": 1.0}, "optim.min_lr=1: more than optim.lr=0.003"),
     ("bf16", {"optim__momentum": 0.5}, "optim.momentum=0.5: has no effect with optim.name=adamw"),
@@ -196,7 +204,7 @@ CASES = [
     (
         "bf16",
         {"optim__warmup_steps": 500},
-        "optim.warmup_steps=500: with optim.constant_steps=0 more than trainer.max_steps=100",
+        "optim.warmup_steps=500: longer than trainer.max_steps=100; set it to 100 or less",
     ),
     ("bf16", {"optim__betas": (0.9, 1.0)}, "each must be at least 0 and less than 1"),
     (
@@ -208,28 +216,28 @@ CASES = [
     (
         "bf16_fp8",
         {"trainer__compile": "on", "precision__backend": "te"},
-        "trainer.compile=on: layers of backend=te are not compiled; write off",
+        "trainer.compile=on: backend=te does not support torch.compile; set it to off",
     ),
     (
         "bf16",
         {"trainer__strategy__tensor_model_parallel_size": 2},
-        "does not divide trainer.num_nodes x trainer.devices = 1; nearest is "
-        "trainer.devices=2, or trainer.strategy.tensor_model_parallel_size=1",
+        "trainer.num_nodes x trainer.devices = 1: must be a multiple of tensor x pipeline x context "
+        "parallel size = 2; set trainer.devices=2, or trainer.strategy.tensor_model_parallel_size=1",
     ),
     (
         "bf16",
         {"trainer__strategy__context_parallel_size": 4, "trainer__devices": 6},
-        "nearest is trainer.devices=8, or trainer.strategy.context_parallel_size=2",
+        "set trainer.devices=8, or trainer.strategy.context_parallel_size=2",
     ),
     (
         "bf16",
         {"trainer__strategy__context_parallel_size": 16, "trainer__devices": 6},
-        "nearest is trainer.num_nodes=8, or trainer.strategy.context_parallel_size=2",
+        "set trainer.num_nodes=8, or trainer.strategy.context_parallel_size=2",
     ),
     (
         "bf16",
         {"trainer__strategy__sequence_parallel": True},
-        "has no effect while tensor_model_parallel_size=1; write false",
+        "has no effect with tensor_model_parallel_size=1; set it to false",
     ),
     (
         "bf16",
@@ -252,7 +260,7 @@ CASES = [
     (
         "bf16",
         {"trainer__strategy__virtual_pipeline_model_parallel_size": 2},
-        "has no effect while pipeline_model_parallel_size=1",
+        "has no effect with pipeline_model_parallel_size=1",
     ),
 ]
 
@@ -269,7 +277,7 @@ def test_all_three_products_in_high_precision_is_no_fp8() -> None:
     r.fp8.override_linear_precision = fp8cfg.OverrideLinearPrecision(
         fprop=True, dgrad=True, wgrad=True
     )
-    with pytest.raises(fp8cfg.ConfigError, match="leave nothing in FP8"):
+    with pytest.raises(fp8cfg.ConfigError, match="so no GEMM runs in FP8"):
         r.check()
 
 
@@ -279,11 +287,11 @@ def test_many_broken_rules_come_at_once() -> None:
 
 
 def test_keys_that_nothing_would_read() -> None:
-    assert "has no effect while trainer.val_check_interval=0" in " ".join(
+    assert "has no effect with trainer.val_check_interval=0" in " ".join(
         lines("bf16_fp8", fp8__use_autocast_during_eval=True, trainer__val_check_interval=0)
     )
     assert lines("bf16", checkpoint__every_n_steps=0, checkpoint__keep=5) == [
-        "checkpoint.keep=5: has no effect while checkpoint.every_n_steps=0 (the end alone)"
+        "checkpoint.keep=5: has no effect with checkpoint.every_n_steps=0 (saves only at the end)"
     ]
 
 
@@ -317,7 +325,7 @@ def test_what_only_gemms_in_high_precision_would_read_is_refused(
 def test_weights_from_a_folder_are_not_drawn() -> None:
     words = ["model.weights=there", "model.init_method_std=0.02"]
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"init_method_std=0.02: has no effect beside model.weights"
+        fp8cfg.ConfigError, match=r"init_method_std=0.02: has no effect with model.weights"
     ):
         fp8cfg.compose(words)
     fp8cfg.compose(

@@ -41,17 +41,17 @@ def refused(
     return [str(violation) for violation in found]
 
 
-FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients below 1.7e-04 become 0, optim.eps={} alone divides these, and training can diverge; write "
+FP16_V = "storage.exp_avg_sq=fp16: without a scale, second moments of gradients below 1.7e-04 become 0, and training can diverge with optim.eps={}; set it to "
 
 
 LINES = [
     (
         {"exp_avg_sq": "fp8"},
-        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale per tensor, and training diverges; set it to fp8_block",
     ),
     (
         {"exp_avg_sq": "fp8_pow2", "betas": (0.9, 0.99)},
-        "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+        "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale per tensor, and training diverges; set it to fp8_block",
     ),
     ({"exp_avg_sq": "fp16"}, FP16_V.format("1e-08") + "fp16_scaled, or bf16"),
     ({"exp_avg_sq": "fp16", "eps": 1e-4}, FP16_V.format("0.0001") + "fp16_scaled, or bf16"),
@@ -62,36 +62,36 @@ LINES = [
     ({"exp_avg_sq": "fp16", "betas": (0.9, 0.9996)}, FP16_V.format("1e-08") + "fp32"),
     (
         {"betas": (0.98, 0.95)},
-        "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
-        "nearest is 0.9444, or write storage.exp_avg=fp8",
+        "optim.betas=[0.98, 0.95]: rounding in storage.exp_avg=fp8_pow2 stops an average of rate 0.98, so it never decays; "
+        "nearest is 0.9444, or set storage.exp_avg=fp8",
     ),
     (
         {"exp_avg_sq": "bf16", "betas": (0.9, 0.999)},
-        "optim.betas=[0.9, 0.999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.999 back to where it was, so it never comes down; "
-        "nearest is 0.9961, or write storage.exp_avg_sq=fp16_scaled",
+        "optim.betas=[0.9, 0.999]: rounding in storage.exp_avg_sq=bf16 stops an average of rate 0.999, so it never decays; "
+        "nearest is 0.9961, or set storage.exp_avg_sq=fp16_scaled",
     ),
     (
         {"exp_avg_sq": "bf16", "betas": (0.9, 0.9999)},
-        "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.9999 back to where it was, so it never comes down; "
-        "nearest is 0.9961, or write storage.exp_avg_sq=fp32",
+        "optim.betas=[0.9, 0.9999]: rounding in storage.exp_avg_sq=bf16 stops an average of rate 0.9999, so it never decays; "
+        "nearest is 0.9961, or set storage.exp_avg_sq=fp32",
     ),
     (
         {"weight": "fp8"},
-        "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32",
+        "storage.master_weight=none: storage.weight=fp8 needs master weights; set it to fp16_scaled or fp32",
     ),
     (
         {"weight": "bf16", "master_weight": "fp8_block"},
-        "storage.master_weight=fp8_block: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+        "storage.master_weight=fp8_block: FP8 master weights lose small updates; set it to fp16_scaled or fp32",
     ),
     (
         {"lr": 1e-6},
-        "optim.lr=1e-06: storage.weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; "
-        "write storage.rounding=stochastic or storage.master_weight=fp32",
+        "optim.lr=1e-06: storage.weight=fp16_scaled loses most updates below 7.6e-06 of weights around 0.02; "
+        "set storage.rounding=stochastic or storage.master_weight=fp32",
     ),
     (
         {"lr": 3e-5, "weight": "bf16"},
-        "optim.lr=3e-05: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; "
-        "write storage.rounding=stochastic or storage.master_weight=fp32",
+        "optim.lr=3e-05: storage.weight=bf16 loses most updates below 6.1e-05 of weights around 0.02; "
+        "set storage.rounding=stochastic or storage.master_weight=fp32",
     ),
 ]
 
@@ -138,14 +138,14 @@ def test_fp16_without_a_scale() -> None:
     scaled = get_codec("fp16_scaled")
     assert bool((scaled.decode(scaled.encode(at)) > 0).all())
     assert list(lost_averages({**O2, "exp_avg": "fp16"})) == [
-        "storage.exp_avg=fp16: without a scale averages below 3e-08 become 0; fp16_scaled keeps them, in as many bytes"
+        "storage.exp_avg=fp16: averages below 3e-08 become 0; storage.exp_avg=fp16_scaled keeps them in the same memory"
     ]
     assert list(lost_averages({**O2, "exp_avg": "fp16_scaled"})) == []
 
 
 def test_remarks() -> None:
     assert list(slow_averages({**O2, "exp_avg_sq": "bf16"}, (0.95, 0.99))) == [
-        "optim.betas=[0.95, 0.99]: storage.exp_avg=fp8_pow2 follows gradients that shrink only by halves; up to 0.9444 it follows all the way"
+        "optim.betas=[0.95, 0.99]: storage.exp_avg=fp8_pow2 follows shrinking gradients only in steps of two; up to 0.9444 it follows exactly"
     ]
     assert list(slow_averages(O2, (0.9, 0.999))) == []
 
@@ -170,7 +170,7 @@ def test_a_learning_rate_that_ends_below_what_rounding_keeps_is_remarked(
     assert (
         lines
         == [
-            f"optim.min_lr=3e-06: storage.{column}=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+            f"optim.min_lr=3e-06: storage.{column}=fp16_scaled loses most updates below 7.6e-06 at the end of the schedule; "
             "storage.rounding=stochastic keeps their mean"
         ]
         * said

@@ -77,7 +77,10 @@ GOLDEN = [
     ("margin = 1", "margin: no such key; did you mean 'fp8.margin'?"),
     ("trainer.seed = 2**40", "trainer.seed=1099511627776: must be at most 2147483647"),
     ("log.dir = ''", "log.dir=: needs a name"),
-    ("name = '../x'", "name=../x: letters, digits, '_', '.' and '-' alone, at most 64 of them"),
+    (
+        "name = '../x'",
+        "name=../x: use only letters, digits, '_', '.' and '-', at most 64 characters",
+    ),
     (
         "model._target_ = 'os.system'",
         "model._target_: a recipe cannot name code to run; values name things by registry key, as "

@@ -200,25 +200,25 @@ def test_levels() -> None:
     } == {n: n for n in ("O1", "O2", "O3")}
 
 
-HALF = "write storage.rounding=stochastic or storage.master_weight=fp32"
+HALF = "set storage.rounding=stochastic or storage.master_weight=fp32"
 REFUSED = [
     (
         "precision=bf16_fp8 opt_level=O2 storage.exp_avg_sq=fp8",
-        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale per tensor, and training diverges; set it to fp8_block",
     ),
     (
         "precision=bf16_fp8 opt_level=O2 storage.exp_avg_sq=fp8_pow2",
-        "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+        "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale per tensor, and training diverges; set it to fp8_block",
     ),
     (
         "precision=bf16 storage.exp_avg_sq=bf16 optim.betas=[0.9,0.999]",
-        "optim.betas=[0.9, 0.999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.999 back to where it was, so it never comes down; "
-        "nearest is 0.9961, or write storage.exp_avg_sq=fp16_scaled",
+        "optim.betas=[0.9, 0.999]: rounding in storage.exp_avg_sq=bf16 stops an average of rate 0.999, so it never decays; "
+        "nearest is 0.9961, or set storage.exp_avg_sq=fp16_scaled",
     ),
     (
         "precision=bf16_fp8 opt_level=O2 storage.exp_avg=fp8_pow2 optim.betas=[0.98,0.95]",
-        "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
-        "nearest is 0.9444, or write storage.exp_avg=fp8",
+        "optim.betas=[0.98, 0.95]: rounding in storage.exp_avg=fp8_pow2 stops an average of rate 0.98, so it never decays; "
+        "nearest is 0.9444, or set storage.exp_avg=fp8",
     ),
     *(
         (
@@ -229,59 +229,59 @@ REFUSED = [
     ),
     (
         "precision=bf16_fp8 opt_level=O3 storage.master_weight=none",
-        "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32",
+        "storage.master_weight=none: storage.weight=fp8 needs master weights; set it to fp16_scaled or fp32",
     ),
     (
         "precision=bf16_fp8 opt_level=O3 storage.master_weight=fp8",
-        "storage.master_weight=fp8: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+        "storage.master_weight=fp8: FP8 master weights lose small updates; set it to fp16_scaled or fp32",
     ),
     (
         "precision=bf16_fp8 opt_level=O2 optim.lr=1e-6 storage.rounding=nearest",
-        "optim.lr=1e-06: storage.weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; "
+        "optim.lr=1e-06: storage.weight=fp16_scaled loses most updates below 7.6e-06 of weights around 0.02; "
         + HALF,
     ),
     (
         "precision=bf16_fp8 opt_level=O3 optim.lr=1e-6 storage.rounding=nearest",
-        "optim.lr=1e-06: storage.master_weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; "
+        "optim.lr=1e-06: storage.master_weight=fp16_scaled loses most updates below 7.6e-06 of weights around 0.02; "
         + HALF,
     ),
     (
         "precision=bf16 storage.master_weight=none optim.lr=3e-5 storage.rounding=nearest",
-        "optim.lr=3e-05: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; "
+        "optim.lr=3e-05: storage.weight=bf16 loses most updates below 6.1e-05 of weights around 0.02; "
         + HALF,
     ),
     (
         "precision=bf16_fp8 fp8.params=true storage.weight=fp16_scaled",
-        "storage.weight=fp16_scaled: contradicts fp8.params=true, which stores weights in FP8; drop one of the two",
+        "storage.weight=fp16_scaled: contradicts fp8.params=true, which stores weights in FP8; remove one of them",
     ),
     (
         "precision=bf16_fp8 fp8.params=false storage.weight=fp8_pow2",
-        "storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write storage.weight=fp8, and "
-        "fp8.use_power_2_scales=true under current scaling",
+        "storage.weight=fp8_pow2: fp8.scaling decides the scales of FP8 weights; set storage.weight=fp8, and "
+        "fp8.use_power_2_scales=true with current scaling",
     ),
     (
         "precision=bf16 storage.weight=fp8_block",
-        "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true",
+        "storage.weight=fp8_block: not for weights; set it to fp8, or set fp8.scaling=block with fp8.params=true",
     ),
     (
         "precision=bf16 storage.comm=fp16_scaled",
-        "storage.comm=fp16_scaled: not sent over the wire; write fp16, fp8 or fp8_pow2",
+        "storage.comm=fp16_scaled: cannot be sent between ranks; set it to fp16, fp8 or fp8_pow2",
     ),
     (
         "precision=bf16_fp8 opt_level=O2 storage.comm=fp8_pow2",
-        "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write fp8, or bf16 or fp32 to add them up before they are stored",
+        "storage.comm=fp8_pow2: gradients are stored in fp8 and sent unchanged; set it to fp8, or bf16 or fp32 to sum them before they are stored",
     ),
     (
         "precision=fp32 storage.master_weight=fp32",
-        "storage.master_weight=fp32: has no effect, storage.weight=fp32 needs no masters; write none",
+        "storage.master_weight=fp32: has no effect, storage.weight=fp32 needs no master weights; set it to none",
     ),
     (
         "precision=fp32 storage.rounding=stochastic",
-        "storage.rounding=stochastic: has no effect, weights are float32; drop it",
+        "storage.rounding=stochastic: has no effect, weights are float32; remove it",
     ),
     (
         "precision=bf16_fp8 storage.rounding=stochastic",
-        "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it",
+        "storage.rounding=stochastic: has no effect, FP8 layers round their own weights; remove it",
     ),
     (
         "precision=bf16 storage.exp_avg=none",
@@ -339,7 +339,7 @@ def test_a_schedule_that_ends_with_updates_that_are_lost_is_remarked(
 ) -> None:
     recipe = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()])
     found = " ".join(remarks.remark_lines(recipe, rank_part(recipe)))
-    assert found.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
+    assert found.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled loses") == said
 
 
 def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
@@ -371,7 +371,7 @@ def test_transposes_that_are_read_once_are_not_kept() -> None:
 def test_no_advice_that_is_refused() -> None:
     assert (
         problems("precision=bf16 storage.weight_grad=fp8_expand storage.comm=fp8")[-1]
-        == "storage.comm=fp8: gradients are stored in fp8_expand and sent as they are; write bf16 or fp32 to add them up before they are stored"
+        == "storage.comm=fp8: gradients are stored in fp8_expand and sent unchanged; set it to bf16 or fp32 to sum them before they are stored"
     )
 
 

@@ -280,7 +280,7 @@ APPLIED = [
 REFUSED = [
     Refused("fp8.interval", {"interval": 2}, "since 2.3 its recipe has no interval"),
     Refused(
-        "fp8.first_step", {"first_step": "in_time"}, "begins with scale 1; write fp8.first_step=te"
+        "fp8.first_step", {"first_step": "in_time"}, "begins with scale 1; set fp8.first_step=te"
     ),
     Refused(
         "fp8.tp_only_amax_red",

@@ -70,7 +70,7 @@ def test_data_that_is_not_there_is_one_line(tool: str, tmp_path: Path) -> None:
         (
             "measure_bytes",
             ["--ranks", "1", "trainer.accelerator=cuda"],
-            "trainer.accelerator=cuda: torch has no CUDA device here ({no_cuda}); write cpu or auto",
+            "trainer.accelerator=cuda: torch has no CUDA device here ({no_cuda}); set cpu or auto",
         ),
         (
             "bench_step",

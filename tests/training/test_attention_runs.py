@@ -235,11 +235,11 @@ def test_an_allowed_change_resumes(start: tuple[str, ...], change: str) -> None:
         (
             ("precision=bf16_mxfp8", ATTENTION),
             "fp8.dot_product_attention=true: the native backend has none under fp8.scaling=mxfp8, where cuDNN "
-            "quantizes the softmax by its own rules; drop it, or write fp8.scaling=current",
+            "quantizes the softmax by its own rules; remove it or set fp8.scaling=current",
         ),
         (
             ("precision=bf16_nvfp4", ATTENTION),
-            "fp8.dot_product_attention=true: nvfp4 scaling has no FP8 attention (TE NVFP4BlockScaling)",
+            "fp8.dot_product_attention=true: fp8.scaling=nvfp4 does not support FP8 attention (TE NVFP4BlockScaling)",
         ),
         (
             (
@@ -251,7 +251,7 @@ def test_an_allowed_change_resumes(start: tuple[str, ...], change: str) -> None:
         ),
         (
             (FP8_RUN, ATTENTION, "fp8.multi_head_attention=true"),
-            "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it",
+            "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; remove it",
         ),
     ],
 )

@@ -97,7 +97,7 @@ def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not decision(llama_8b())
     with pytest.raises(
         ConfigError,
-        match=rf"^{variable}=1: .*disables torch.compile; unset it, or write trainer.compile=off$",
+        match=rf"^{variable}=1: .*disables torch.compile; unset it, or set trainer.compile=off$",
     ):
         decision(small("trainer.compile=on"))
 
@@ -110,7 +110,7 @@ def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch
     recipe = small("trainer.compile=on")
     with pytest.raises(
         ConfigError,
-        match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; write off, or unset CXX$",
+        match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; set it to off, or unset CXX$",
     ):
         compiles(recipe, plan_layers(recipe), "cpu")
 

@@ -109,7 +109,7 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("data.mixture=[{path: a}]", "data.mixture[0].weight=null: needs a number more than 0"),
+        ("data.mixture=[{path: a}]", "data.mixture[0].weight=null: must be a number above 0"),
         ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
         (
             "data.mixture=[{path: a, wieght: 1}]",
@@ -122,7 +122,7 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
         ),
         (
             "data.path=x data.mixture=[{path: a, weight: 1}]",
-            "data.path=x: has no effect beside data.mixture",
+            "data.path=x: has no effect with data.mixture",
         ),
         (
             "data=tiny data.mixture=[{path: a, weight: 1}]",
@@ -139,7 +139,7 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
         ),
         (
             "data=tokens data.path=x data.eod_mask_loss=true",
-            "token files do not say which token ends a document; write data.tokenizer",
+            "token files do not store the end-of-document token; set data.tokenizer",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_folder_of_ones_own_is_resumed_by_either_door(
     )
     run = fp8cfg.fit(job, tmp_path / "mine", say=lambda _: None)
     assert run.folder == tmp_path / "mine" and run.steps == 2
-    with pytest.raises(RunFolderError, match="already holds a run; go on with it"):
+    with pytest.raises(RunFolderError, match="already contains a run; continue it"):
         fp8cfg.fit(job, tmp_path / "mine")
     said: list[str] = []
     again = fp8cfg.resume(tmp_path / "mine", ["trainer.max_steps=3"], say=said.append)
@@ -148,7 +148,7 @@ def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> Non
     for word, said in (
         (
             "trainer.max_steps=3",
-            "trainer.max_steps=3: 4 steps are done; write trainer.max_steps=4 or more",
+            "trainer.max_steps=3: 4 steps are done; set trainer.max_steps=4 or more",
         ),
         (
             "log.folder=elsewhere",

@@ -223,7 +223,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
     assert len(samples_of(recipe, f"{folder}/val.jsonl"))
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"trainer.val_check_interval=3: nothing of a stream is held out; write data.validation_path, or 0",
+        match=r"trainer.val_check_interval=3: a stream has no held-out part; set data.validation_path, or set it to 0",
     ):
         fp8cfg.compose([*own, *quiet, "trainer.val_check_interval=3"])
 
@@ -233,7 +233,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
     [
         (
             "data=stdlib data.streaming=true",
-            "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl, csv or parquet",
+            "data.streaming=true: has no effect with data=stdlib; only jsonl, csv and parquet can be streamed",
         ),
         (
             "data=chat data.path=x data.streaming=true",
@@ -241,15 +241,15 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
         ),
         (
             "data=jsonl data.streaming=true data.mixture=[{path: a, weight: 1}]",
-            "data.streaming=true: there is one stream, and data.mixture has several parts",
+            "data.streaming=true: does not work with data.mixture",
         ),
         (
             "data=tiny data.validation_path=x",
-            "data.validation_path=x: has no effect with data=tiny, which holds out its own end",
+            "data.validation_path=x: has no effect with data=tiny, which validates on the end of its own text",
         ),
         (
             "data=text data.path=x data.validation_path=y data.validation_fraction=0.1",
-            "data.validation_fraction=0.1: has no effect beside data.validation_path",
+            "data.validation_fraction=0.1: has no effect with data.validation_path",
         ),
         (
             "data=jsonl data.path=x data.streaming=true data.validation_fraction=0.1 trainer.val_check_interval=0",

@@ -245,7 +245,7 @@ def plan_model(
     if first_last and not lists:
         raise ConfigError(
             [
-                f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
+                f"{key}={count}: has no effect, the model has no list of like layers; set {key}=0"
                 for key, count in first_last.items()
             ]
         )

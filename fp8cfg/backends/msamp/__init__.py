@@ -11,7 +11,7 @@ CAPABILITIES = Capabilities(
     level_pow2=True,
     compiles=False,
     adam_weight_decay=(
-        "MS-AMP leaves it out of the moments that it stores; write optim.name=adamw,"
+        "MS-AMP leaves it out of the moments that it stores; set optim.name=adamw,"
         " optim.weight_decay=0, or backend=native opt_level=O2"
     ),
 )

@@ -216,7 +216,7 @@ def convert(
     refuse_if(
         [
             f"backend=msamp: MS-AMP would untie the weight of {name}, which another module has too;"
-            f" write fp8.exclude=[{name}], or fp8.output_layer=false where that is it"
+            f" set fp8.exclude=[{name}], or fp8.output_layer=false where that is it"
             for name in names
             if model.get_submodule(name).weight in tied
         ]
@@ -224,13 +224,13 @@ def convert(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             "backend=msamp: several ranks need its NCCL, through DeepSpeed: see `fp8cfg export"
-            " deepspeed`; write backend=native, or run one process"
+            " deepspeed`; set backend=native, or run one process"
         )
     device = import_module("msamp.common.utils").Device
     if not device.is_fp8_supported():
         raise ConfigError(
             "backend=msamp: MS-AMP multiplies in FP8 where the GPU's name has H100 in it, and this"
-            " one's has not; write backend=native"
+            " one's has not; set backend=native"
         )
     package = import_module("msamp.nn")
     watch_products(import_module("msamp.operators.gemm").Gemm, device)

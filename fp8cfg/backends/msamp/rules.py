@@ -78,7 +78,7 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "opt_level=null",
-                "MS-AMP stores state by a level; write opt_level=O2, or backend=native",
+                "MS-AMP stores state by a level; set opt_level=O2, or backend=native",
             )
         ]
     return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
@@ -110,13 +110,13 @@ def _keys(f: FP8) -> list[Violation]:
         return [
             Violation(
                 f"fp8.scaling={f.scaling}",
-                "MS-AMP has only delayed scaling; write fp8.scaling=delayed, or backend=native",
+                "MS-AMP has only delayed scaling; set fp8.scaling=delayed, or backend=native",
             )
         ]
     lines = [
         Violation(
             f"fp8.{key}={spelled(value)}",
-            f"MS-AMP {why}; write fp8.{key}={spelled(want)}, or backend=native",
+            f"MS-AMP {why}; set fp8.{key}={spelled(want)}, or backend=native",
             [(f"fp8.{key}", want)],
             ["backend"],
         )
@@ -131,7 +131,7 @@ def _keys(f: FP8) -> list[Violation]:
         *(
             Violation(
                 f"fp8.override_linear_precision.{gemm}=true",
-                "MS-AMP multiplies all three in FP8; drop it, or write backend=native",
+                "MS-AMP multiplies all three in FP8; remove it or set backend=native",
                 [(f"fp8.override_linear_precision.{gemm}", False)],
                 ["backend"],
             )
@@ -146,21 +146,19 @@ def _storage(p: Precision) -> list[Violation]:
     export = "only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":
         return [
-            Violation(
-                "opt_level=O3", f"MS-AMP has it {export}; write opt_level=O2, or {instead(p)}"
-            )
+            Violation("opt_level=O3", f"MS-AMP has it {export}; set opt_level=O2, or {instead(p)}")
         ]
     words = f"backend=native opt_level={level(p)}"
     # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
     said = (
         resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
     )
-    cure = "write that" if p.backend == "auto" else "drop it"
+    cure = "set that" if p.backend == "auto" else "remove it"
     why = f"MS-AMP's {level(p)} has"
     lines: list[Violation] = [
         Violation(
             f"storage.{column}={said[column]}",
-            f"{why} {has[column]} there; {cure}, or write {words}",
+            f"{why} {has[column]} there; {cure}, or set {words}",
             [(f"storage.{column}", "auto")],
             ["opt_level", "backend"],
         )
@@ -172,7 +170,7 @@ def _storage(p: Precision) -> list[Violation]:
             Violation(
                 f"storage.accumulate={s.accumulate}",
                 f"MS-AMP adds each microbatch to gradients that"
-                f" are stored in FP8; write storage.accumulate=stored, or {words}",
+                f" are stored in FP8; set storage.accumulate=stored, or {words}",
                 [("storage.accumulate", "stored")],
                 ["backend"],
             )
@@ -181,7 +179,7 @@ def _storage(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"storage.rounding={s.rounding}",
-                f"MS-AMP rounds to nearest; drop it, or write {words}",
+                f"MS-AMP rounds to nearest; remove it or set {words}",
                 [("storage.rounding", "nearest")],
                 ["backend"],
             )
@@ -190,7 +188,7 @@ def _storage(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"storage.shard={s.shard}",
-                f"MS-AMP shards {export}; drop it, or write {words}",
+                f"MS-AMP shards {export}; remove it or set {words}",
                 [("storage.shard", "none")],
                 ["backend"],
             )
@@ -201,16 +199,14 @@ def _storage(p: Precision) -> list[Violation]:
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     if hardware.device != "cuda":
         return [
-            Violation(
-                "backend=msamp", f"MS-AMP runs only on CUDA, this is a CPU; write {instead(p)}"
-            )
+            Violation("backend=msamp", f"MS-AMP runs only on CUDA, this is a CPU; set {instead(p)}")
         ]
     if hardware.capability != H100:
         has = ".".join(map(str, hardware.capability or ("unknown",)))
         return [
             Violation(
                 "backend=msamp",
-                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 only on an H100; write {instead(p)}",
+                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 only on an H100; set {instead(p)}",
             )
         ]
     return []

@@ -33,15 +33,15 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 "fp8.dot_product_attention=true",
                 "the native backend has none under"
-                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by its own rules; drop"
-                " it, or write fp8.scaling=current",
+                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by its own rules; remove"
+                " it or set fp8.scaling=current",
             )
         )
     if f.multi_head_attention:
         lines.append(
             Violation(
                 "fp8.multi_head_attention=true",
-                "needs FP8 outputs of the projections: backend=te; drop it",
+                "needs FP8 outputs of the projections: backend=te; remove it",
             )
         )
     return lines or (
@@ -160,14 +160,14 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 f"fp8.format={p.fp8.format}",
                 f"torch multiplies fp8.scaling={name} in {takes.upper()}"
-                f" alone, gradients too; write fp8.format={takes}, or {EMULATE.removeprefix('write ')}",
+                f" alone, gradients too; set fp8.format={takes}, or {EMULATE.removeprefix('set ')}",
             )
         ]
     if p.fp8.dot_product_attention:
         return [
             Violation(
                 "fp8.dot_product_attention=true",
-                f"the native backend has it only by emulation; {EMULATE}, or drop it",
+                f"the native backend has it only by emulation; {EMULATE}, or remove it",
             )
         ]
     return []

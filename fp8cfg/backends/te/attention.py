@@ -256,7 +256,7 @@ def misfits(model: nn.Module, fp8: FP8) -> list[str]:
     if any(getattr(module, "window", None) for module in model.modules()):
         return [
             "fp8.dot_product_attention=true: not with model.sliding_window under backend=te, whose"
-            " FP8 attention has windows only on new GPUs; write backend=native"
+            " FP8 attention has windows only on new GPUs; set backend=native"
         ]
     if not torch.cuda.is_available():
         return []

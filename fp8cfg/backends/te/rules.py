@@ -37,12 +37,12 @@ def attention_lacks(
     """The requirement of FP8 attention that a GPU, or cuDNN where its version is known, does not meet."""
     least = CAPABILITY.get(scaling, HOPPER)
     if capability < HOPPER:
-        needs = "9.0 (Hopper); drop it"
+        needs = "9.0 (Hopper); remove it"
     elif capability >= BELOW:
-        needs = f"one below {dotted(BELOW)}; drop it"
+        needs = f"one below {dotted(BELOW)}; remove it"
     elif capability < least:
         needs = (
-            f"{needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed, or drop it"
+            f"{needed(least)} under fp8.scaling={scaling}; set fp8.scaling=delayed, or remove it"
         )
     elif cudnn is not None:
         return _cudnn_lacks(scaling, cudnn)
@@ -66,7 +66,7 @@ def _cudnn_lacks(scaling: str, version: Version) -> list[Violation]:
         Violation(
             "fp8.dot_product_attention=true",
             f"cuDNN is {dotted(version)}, Transformer Engine needs"
-            f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or drop"
+            f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or remove"
             " fp8.dot_product_attention",
         )
     ]
@@ -79,7 +79,7 @@ def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
     else:
         fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"
     key = f"fp8.dot_product_attention=true: heads have {head_dim} channels"
-    return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; drop it"
+    return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; remove it"
 
 
 class _Wanted(NamedTuple):
@@ -243,7 +243,7 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 f"fp8.scaling={precision.fp8.scaling}",
-                f"Transformer Engine has only {', '.join(HAS)}; write backend=native",
+                f"Transformer Engine has only {', '.join(HAS)}; set backend=native",
             )
         ]
     return [*_keys(precision), *_hardware_lacks(precision, hardware)]
@@ -272,7 +272,7 @@ def against_sharding(precision: Precision) -> list[Violation]:
             Violation(
                 f"storage.shard={shard}",
                 "Transformer Engine's FP8 weights are not handed round;"
-                " write backend=native, or storage.weight=fp16_scaled with fp8.params=false",
+                " set backend=native, or storage.weight=fp16_scaled with fp8.params=false",
                 [("fp8.params", False)],
                 ["storage.shard", "backend"],
             )
@@ -281,7 +281,7 @@ def against_sharding(precision: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 "storage.shard=fsdp",
-                "not in this version with Transformer Engine's layers; write"
+                "not in this version with Transformer Engine's layers; set"
                 " backend=torchao or native, or storage.shard=zero2",
             )
         )
@@ -315,7 +315,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 f"fp8.interval={f.interval}",
                 "Transformer Engine moves scales in every step, since"
-                " 2.3 its recipe has no interval; write 1, or backend=native",
+                " 2.3 its recipe has no interval; set it to 1, or backend=native",
                 [("fp8.interval", 1)],
                 ["backend"],
             )
@@ -324,8 +324,7 @@ def _keys(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"fp8.first_step={f.first_step}",
-                "Transformer Engine begins with scale 1; write"
-                " fp8.first_step=te, or backend=native",
+                "Transformer Engine begins with scale 1; set fp8.first_step=te, or backend=native",
                 [("fp8.first_step", "te")],
                 ["backend"],
             )
@@ -335,7 +334,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 "fp8.tp_only_amax_red=true",
                 "its layers reduce amaxes over all ranks here, or none;"
-                " write false, fp8.reduce_amax=false, or backend=native",
+                " set it to false, fp8.reduce_amax=false, or backend=native",
                 [("fp8.tp_only_amax_red", False)],
                 ["backend"],
             )
@@ -345,7 +344,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 f"fp8.granularity={f.granularity}",
                 "Transformer Engine has one scale for a tensor under"
-                " fp8.scaling=current; write tensor, fp8.scaling=block, or backend=torchao",
+                " fp8.scaling=current; set tensor, fp8.scaling=block, or backend=torchao",
             )
         )
     kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
@@ -355,7 +354,7 @@ def _keys(p: Precision) -> list[Violation]:
                 f"fp8.override_linear_precision.{kept[0]}=true",
                 "since 2.0 Transformer Engine keeps"
                 " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
-                " and wgrad, or write backend=native",
+                " and wgrad, or set backend=native",
             )
         )
     if high_precision_backward(f) and not HAS[f.scaling].backward_override:
@@ -363,7 +362,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 "fp8.override_linear_precision.dgrad=true",
                 "Transformer Engine has no backward_override"
-                f" under fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native",
+                f" under fp8.scaling={f.scaling}; set fp8.scaling=current, or backend=native",
             )
         )
     if f.multi_head_attention:
@@ -371,7 +370,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 "fp8.multi_head_attention=true",
                 "rotary positions stand between the projections and"
-                " attention, and Transformer Engine turns them in high precision; drop it and keep"
+                " attention, and Transformer Engine turns them in high precision; remove it and keep"
                 " fp8.dot_product_attention=true",
                 [("fp8.multi_head_attention", False)],
                 ["backend"],
@@ -381,7 +380,7 @@ def _keys(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 "fp8.emulate=true",
-                "Transformer Engine multiplies only on the GPU's FP8 units; write backend=native",
+                "Transformer Engine multiplies only on the GPU's FP8 units; set backend=native",
                 [("fp8.emulate", False)],
                 ["backend"],
             )
@@ -391,7 +390,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 f"precision.compute={p.compute}",
                 f"under fp8.scaling={f.scaling} Transformer Engine's"
-                " Hadamard transform takes only bf16; write precision=bf16_nvfp4,"
+                " Hadamard transform takes only bf16; set precision=bf16_nvfp4,"
                 " fp8.random_hadamard_transform=false, or backend=native",
             )
         )
@@ -400,7 +399,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 f"{fp8_weight_setting(p)}",
                 "Transformer Engine's FP8 weights would pass for float32"
-                " ones, which get no master copy; write fp8.params=false, precision.compute=bf16,"
+                " ones, which get no master copy; set fp8.params=false, precision.compute=bf16,"
                 " or backend=native",
                 [("fp8.params", False)],
                 ["precision.compute", "backend"],
@@ -417,7 +416,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "backend=te",
-                "Transformer Engine runs only on CUDA, this is a CPU; write backend=native",
+                "Transformer Engine runs only on CUDA, this is a CPU; set backend=native",
             )
         ]
     has = f"this GPU has compute capability {dotted(hardware.capability)}"
@@ -425,7 +424,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "fp8.enabled=true",
-                f"{has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16",
+                f"{has}, Transformer Engine needs 8.9 (Ada) for FP8; set precision=bf16",
             )
         ]
     lines = []
@@ -450,7 +449,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         lines.append(
             Violation(
                 f"fp8.scaling={scaling}",
-                f"{has}, Transformer Engine needs {least}; write fp8.scaling=current",
+                f"{has}, Transformer Engine needs {least}; set fp8.scaling=current",
             )
         )
     if cuda < needs.cuda:
@@ -458,7 +457,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 f"fp8.scaling={scaling}",
                 f"torch has CUDA {dotted(hardware.cuda)}, Transformer Engine"
-                f" needs {dotted(needs.cuda)}; write fp8.scaling=current",
+                f" needs {dotted(needs.cuda)}; set fp8.scaling=current",
             )
         )
     if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
@@ -466,7 +465,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 "fp8.use_power_2_scales=false",
                 f"{has}, where Transformer Engine multiplies {scaling}"
-                " scaling as MXFP8, whose scales are powers of two; write true or null",
+                " scaling as MXFP8, whose scales are powers of two; set it to true or null",
             )
         )
     if p.fp8.dot_product_attention:

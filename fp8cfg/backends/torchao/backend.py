@@ -360,7 +360,7 @@ class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
         if tokens % _BLOCK and torch.is_grad_enabled() and not self.wgrad_with_hp:
             raise ConfigError(
                 f"backend=torchao: a layer got {tokens} tokens, its MXFP8 needs a multiple of"
-                f" {_BLOCK}; write backend=native, or give the model another batch size or length"
+                f" {_BLOCK}; set backend=native, or give the model another batch size or length"
             )
         y: Tensor = _mm.apply(
             self.gemms_ran,

@@ -91,7 +91,7 @@ def _not_there(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"fp8.scaling={f.scaling}",
-                f"torchao has only {those}; write backend=native, or precision={preset}",
+                f"torchao has only {those}; set backend=native, or precision={preset}",
             )
         )
     if f.params:
@@ -106,7 +106,7 @@ def _not_there(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 said,
-                f"torchao does not multiply weights that are stored in FP8; write"
+                f"torchao does not multiply weights that are stored in FP8; set"
                 f" backend=native, or {cure}",
                 [("fp8.params", False)] if said == "fp8.params=true" else [],
                 ["backend"],
@@ -115,7 +115,7 @@ def _not_there(p: Precision) -> list[Violation]:
     lines += [
         Violation(
             f"fp8.{key}=true",
-            "torchao leaves attention as it is; write backend=native, or drop it",
+            "torchao leaves attention as it is; set backend=native, or remove it",
             [(f"fp8.{key}", False)],
             ["backend"],
         )
@@ -131,7 +131,7 @@ def _mxfp8(p: Precision) -> list[Violation]:
         Violation(
             f"fp8.override_linear_precision.{gemm}=true",
             "torchao's MXFP8Linear keeps only wgrad in"
-            " high precision; write backend=native, or drop it",
+            " high precision; set backend=native, or remove it",
             [(f"fp8.override_linear_precision.{gemm}", False)],
             ["backend"],
         )
@@ -142,7 +142,7 @@ def _mxfp8(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 "fp8.enable_2d_quantization=true",
-                "torchao scales weights along rows; write backend=native, or drop it",
+                "torchao scales weights along rows; set backend=native, or remove it",
                 [("fp8.enable_2d_quantization", False)],
                 ["backend"],
             )
@@ -151,7 +151,7 @@ def _mxfp8(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 "precision.compute=fp16",
-                "torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",
+                "torchao quantizes bf16 and fp32 to MXFP8; set backend=native, or bf16",
                 [("precision.compute", "bf16")],
                 ["backend"],
             )
@@ -175,7 +175,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 "fp8.granularity=row",
                 "torch's product with scales of rows gives bf16, not"
-                f" precision.compute={p.compute}; write backend=native, or precision.compute=bf16",
+                f" precision.compute={p.compute}; set backend=native, or precision.compute=bf16",
             )
         ]
     return []
