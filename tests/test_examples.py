@@ -128,7 +128,7 @@ def test_a_trainer_that_recomputes_activations_does_so_in_fp8() -> None:
 
 def test_a_trainer_that_does_not_run_in_fp8_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "autocast", lambda model, enabled=True: nullcontext())
-    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
+    with pytest.raises(fp8cfg.NotFP8Error, match="no layer ran in FP8"):
         train("transformers_trainer", *DELAYED)
 
 
@@ -293,7 +293,7 @@ def test_the_scheduler_is_the_schedule_however_often_it_is_stepped(tmp_path: Pat
 def test_a_loop_that_does_not_scale_its_loss_under_fp16_stops() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"no loss was multiplied by it; call job\.backward\(loss\), or job\.scaled\(loss\)",
+        match=r"no loss was multiplied by .*; call job\.backward\(loss\), or job\.scaled\(loss\)",
     ):
         train("transformers_trainer", *FP16)
     job = fp8cfg.build(small(*DELAYED))

@@ -234,7 +234,7 @@ def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
     return [
         Violation(
             f"fp8.exclude={spelled(list(fp8.exclude))}",
-            f"none of {len(plans)} linear layers would run in FP8; exclude fewer of them, or set"
+            f"leaves no linear layer in FP8 (0 of {len(plans)}); narrow fp8.exclude or set"
             " fp8.enabled=false",
         )
     ]
@@ -321,7 +321,7 @@ def not_engaged(
     """
     asked = not plan or any(p.fp8_share for p in plan)
     if asked and not any(any(gemms.values()) for gemms in seen.values()):
-        return ["no layer multiplied in FP8; run the model inside of its autocast context"]
+        return ["no layer ran in FP8; run the forward pass inside autocast()"]
     lines, rest = [], {}
     for p in plan:
         ran = seen.get(p.name, {})

@@ -84,17 +84,17 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
         ConfigError: The decay is out of range. Or this rank has only shards of the model or of the
             masters (storage.shard, tensor or pipeline parallelism).
     """
-    expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) gives one")
+    expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) returns one")
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
     if job.prepared.owner or (job.prepared.fsdp2 and job.prepared.shard != "none"):
         raise ConfigError(
-            f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or"
+            f"averaged: storage.shard={job.prepared.shard} gives each rank only shards of weights or"
             " masters; set storage.shard=none, or average the weights of checkpoints"
         )
     if job.prepared.mesh is not None:
         raise ConfigError(
-            "averaged: tensor and pipeline parallelism leave each rank parts of the model; average"
+            "averaged: tensor and pipeline parallelism give each rank only a part of the model; average"
             " the weights of checkpoints"
         )
     return Average(job, decay)

@@ -105,7 +105,7 @@ def import_graph() -> ModuleType:
     # Not at the top of the module: without docstrings the import of Fiddle itself fails.
     if sys.flags.optimize > 1:
         raise ConfigError(
-            "PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or"
+            "PYTHONOPTIMIZE=2 (python -OO): it removes the docstrings that Fiddle needs; unset it, or"
             " set it to 1"
         )
     from fp8cfg.building import graph

@@ -576,7 +576,6 @@ class Job:
         """Raises RuntimeError if no loss was multiplied by the fp16 loss scale."""
         if not self._scales:
             raise RuntimeError(
-                "the optimizer divides gradients by the loss scale of fp16, and no loss was"
-                " multiplied by it; call job.backward(loss), or job.scaled(loss) before another"
-                " backward"
+                "no loss was multiplied by the fp16 loss scale, but the optimizer divides by it; call"
+                " job.backward(loss), or job.scaled(loss) before your own backward"
             )

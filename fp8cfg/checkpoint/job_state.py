@@ -134,7 +134,7 @@ def restore(
                 f"the checkpoint does not fit this recipe: {one_line(error)}"
             ) from None
         raise DamagedCheckpoint(
-            f"step {state['step']}: its contents are not those of its recipe: {one_line(error)}"
+            f"step {state['step']}: its contents do not match its recipe: {one_line(error)}"
         ) from None
     restore_rng(tensors["rng"], state["rng"])
     return batches.resume(state["data"])
@@ -263,10 +263,10 @@ def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:
         recipe = Recipe(**state["recipe"])
         if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
             raise ValueError(
-                f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps"
+                f"{saved.data.samples_seen} samples seen do not match {saved.step} steps"
             )
         if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
-            raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
+            raise ValueError(f"optimizer.steps must be between 0 and {saved.step}")
         file = "rng.safetensors"
         check_rng(tensors["rng"], state["rng"])
     except ValidationError as error:
@@ -295,8 +295,8 @@ def backend_change(state: dict[str, Any], recipe: Recipe, backend: str) -> str |
     if not had_fp8 or not recipe.fp8.enabled:
         return None
     return (
-        f"note: backend=auto: {saved_backend} multiplied before, and {backend} does here; losses"
-        " are not those of before bit for bit"
+        f"note: backend=auto: now {backend}, {saved_backend} in the checkpoint; losses may differ in"
+        " the last bits"
     )
 
 
@@ -312,7 +312,7 @@ def one_line(error: Exception) -> str:
 
 _SCALE = "fp8_scale"
 _HISTORY = "fp8_amax_history"
-_RECALIBRATE_HINT = "; resume with --recalibrate-fp8 to start such scales and histories anew"
+_RECALIBRATE_HINT = "; resume with --recalibrate-fp8 to reset such scales and histories"
 
 
 def check_fp8_state(
@@ -384,7 +384,7 @@ def recalibrate_fp8(
     for name in removed:
         saved.pop(name, None)
     if num_layers:
-        say(f"--recalibrate-fp8: scales and amax histories of {num_layers} layers start anew")
+        say(f"--recalibrate-fp8: reset scales and amax histories of {num_layers} layers")
     else:
         say("note: --recalibrate-fp8: has no effect, no scale or amax history is missing or wrong")
     return removed

@@ -303,12 +303,12 @@ def refuse_other_base(recipe: Recipe, base: dict[str, Any] | None) -> None:
     own = base_of_adapters(recipe)
     if own is None or own["sha256"] == base["sha256"]:
         return
-    saved = "weights that trainer.seed draws"
+    saved = "random weights of trainer.seed"
     if base["sha256"]:
-        saved = f"those of {base['weights']}, sha256 {base['sha256'][:12]}"
+        saved = f"{base['weights']} (sha256 {base['sha256'][:12]})"
     raise ConfigError(
-        f"model.weights={recipe.model.weights}: the adapters of this run stand over {saved}; name a"
-        " folder with these"
+        f"model.weights={recipe.model.weights}: the adapters of this run were trained on {saved}; set"
+        " it to those weights"
     )
 
 

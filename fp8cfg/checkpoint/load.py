@@ -423,9 +423,8 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
     for rank, other in enumerate(sources):
         if other != sources[0]:
             raise NoUsableCheckpoint(
-                f"rank 0 would go on from {sources[0][0]} and rank {rank} from {other[0]} of"
-                " another checkpoint; all must read one run folder, on a file system that they"
-                " share"
+                f"rank 0 would resume from {sources[0][0]}, but rank {rank} from {other[0]} of"
+                " another checkpoint; all ranks need the same run folder on a shared file system"
             )
 
 

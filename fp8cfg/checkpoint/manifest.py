@@ -291,13 +291,14 @@ def list_steps(root: RunFiles) -> list[tuple[int, str]]:
 
 def skip_message(problem: object) -> str:
     """Returns the message for a checkpoint that is skipped."""
-    return f"checkpoint passed over: {problem}"
+    return f"warning: skipped damaged checkpoint {problem}"
 
 
 def no_usable_checkpoint(root: RunFiles) -> NoUsableCheckpoint:
     """Returns the error for a folder in which no checkpoint is valid."""
     return NoUsableCheckpoint(
-        f"none of the {len(list_steps(root))} checkpoints in {root.path} can be used"
+        f"{root.path}: none of {len(list_steps(root))} checkpoints is valid; restore the folder from a"
+        " backup or start a new run"
     )
 
 

@@ -143,17 +143,16 @@ def refuse_changes(
         if matches(key, fixed):
             fix = "start a new run"
         elif line:
-            fix = f"write {shlex.join([*line, *allow_words])}"
+            fix = f"run {shlex.join([*line, *allow_words])}"
         else:
-            fix = f"resume it with --allow {key}"
+            fix = f"to change it, add --allow {key}"
         cause = (causes or {}).get(key)
         if cause:
             lines.append(
-                f"{cause}: {key}={saved_value}, which {source} has, would change to"
-                f" {wanted_value} with it; {fix}"
+                f"{cause}: changes {key}={saved_value} of {source} to {wanted_value}; {fix}"
             )
         else:
-            lines.append(f"{key}={wanted_value}: {source} has {saved_value}; {fix}")
+            lines.append(f"{key}={wanted_value}: {source} has {key}={saved_value}; {fix}")
     if lines:
         raise ConfigError(lines)
 

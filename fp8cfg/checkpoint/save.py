@@ -64,6 +64,7 @@ from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Boxes, Groups, TensorBo
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, StrangeFile, write_all
 from fp8cfg.schema.errors import Fp8cfgError
+from fp8cfg.schema.tables import size
 
 RESERVE = 1 << 16
 """Extra bytes for the manifest and for rounding to disk blocks."""
@@ -170,7 +171,7 @@ class CheckpointWriter:
         self._state = b""
         self._staged = f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
         path = root.path if isinstance(root, RunFiles) else root
-        self._goal = world.text(f"cannot save step {step} in {path}")
+        self._goal = world.text(f"step {step} was not saved in {path}")
 
     def write(self) -> str:
         """Writes the checkpoint.
@@ -267,7 +268,7 @@ class CheckpointWriter:
             return RunFiles.at(Path(path))
         except FileNotFoundError:
             raise OSError(
-                f"{path}: not seen here; machines need a file system that they share"
+                f"{path}: not found on this machine; all machines need a shared file system"
             ) from None
 
     def _publish(self, reports: list[dict[str, dict[str, Any]]]) -> str:
@@ -327,8 +328,7 @@ def strict_json(state: dict[str, Any]) -> str:
     # JSON turns tuples into lists and keys into strings, without an error.
     if json.loads(text) != state:
         raise ValueError(
-            "state would not come back from JSON as it is: it has tuples, or keys that are not"
-            " strings"
+            "the state cannot be stored as JSON: it has tuples, or keys that are not strings"
         )
     return text
 
@@ -341,7 +341,7 @@ def make_room(root: RunFiles, needed: int) -> None:
             root.remove(name, ignore_errors=True)
     free = root.free()
     if free < needed:
-        raise OSError(f"not enough space: needs {needed} bytes, {free} are free")
+        raise OSError(f"needs {size(needed)}, {size(free)} free")
 
 
 def split_files(boxes: Sequence[TensorBox]) -> list[Boxes]:

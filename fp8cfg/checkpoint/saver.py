@@ -39,6 +39,7 @@ from fp8cfg.run_folder.run_folder import (
     RunFolderNotWritable,
 )
 from fp8cfg.schema.errors import Fp8cfgError
+from fp8cfg.schema.tables import size
 
 
 class Diverged(Fp8cfgError):
@@ -122,11 +123,11 @@ class Saver:
             free = self.run.files.free()
             if free < needed:
                 problem = (
-                    f"{self.run.path}: not enough space for one checkpoint: needs {needed} bytes,"
-                    f" {free} are free"
+                    f"{self.run.path}: no room for a checkpoint: needs {size(needed)}, {size(free)} free;"
+                    " free some space or set log.dir to another disk"
                 )
         if self.world.any(bool(problem)):
-            raise RunFolderNotWritable(problem or "the first rank has no space for one checkpoint")
+            raise RunFolderNotWritable(problem or "the first rank has no room for a checkpoint")
 
     def is_due(self) -> bool:
         """Returns whether checkpoint.every_minutes asks for a save now.
@@ -238,7 +239,7 @@ class Saver:
                 self.run.files.sync()
         except OSError as error:
             path = self.run.checkpoints if self.run else ""
-            problem = CheckpointError(f"cannot save step {step} in {path}: {error}")
+            problem = CheckpointError(f"step {step} was not saved in {path}: {error}")
         except Fp8cfgError as error:
             problem = error
         if not self.world.any(problem is not None):
@@ -271,7 +272,9 @@ class Saver:
         if result.problem:
             if last:
                 raise result.problem
-            self.say(f"{result.problem}; older checkpoints stay, and the next save tries again")
+            self.say(
+                f"warning: {result.problem}; older checkpoints are intact, and the next save tries again"
+            )
             return
         self._saved_step = result.step
         self._saved_optimizer_steps = result.optimizer_steps
@@ -392,10 +395,7 @@ class HostCopies:
         try:
             pin_memory(start, len(self._memory))
         except RuntimeError as error:
-            self._say(
-                "the memory that saves are copied to is not pinned, and copies take longer:"
-                f" {error}"
-            )
+            self._say(f"note: saves take longer, because memory could not be pinned: {error}")
             return
         finalizer = weakref.finalize(self._memory, unpin_memory, start)
         # CUDA may be gone when Python ends.

@@ -45,15 +45,15 @@ def compose(
     # A str is iterable too: its letters are no arguments.
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(a, str) for a in arguments):
         raise ConfigError(
-            "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])"
+            "compose: expected a list of overrides, as in compose(['recipe=llama_8b', 'fp8.margin=1'])"
         )
     if base is not None and not isinstance(base, Recipe):
         raise ConfigError(
-            f"compose: base: expected a Recipe, got {type(base).__name__}; a name is a word, as in"
-            " recipe=llama_8b"
+            f"compose: base: expected a Recipe, got {type(base).__name__}; pass a name as an"
+            " override, as in recipe=llama_8b"
         )
     if base is not None and file is not None:
-        raise ConfigError("compose: file and base are two recipes; drop one of them")
+        raise ConfigError("compose: file and base are two recipes; remove one of them")
     library = Library(Path(config_dir) if config_dir else None)
     path = Path(file) if file else None
     return _checked(composed(arguments, library, path, base, on_ranks=True))
@@ -73,7 +73,7 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     # A path as a str is a common mistake.
     if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
-            f"from_yaml: {text_or_path}: a str is the text itself; write"
+            f"from_yaml: {text_or_path}: a str is read as YAML text; for a file use"
             f" from_yaml(Path({text_or_path!r}))"
         )
     data = parse_yaml(text_or_path, "YAML")

@@ -133,13 +133,13 @@ class Library:
         if stem in known:
             return None
         if not name:
-            return f"{group}=: needs the name of a choice; fp8cfg list {group} has them"
+            return f"{group}=: needs a name; see fp8cfg list {group}"
         if name.startswith("$"):
-            return f"{group}={name}: is a variable, which no shell has replaced; write its value"
+            return f"{group}={name}: the shell did not replace this variable; write its value"
         # The name of an existing file: the user wants to train this file.
         file = name if name.endswith((".yaml", ".yml", ".json")) else f"{name}.yaml"
         if group == "recipe" and os.path.isfile(file):
-            return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
+            return f"recipe={name}: no such recipe; to run a file: fp8cfg {file}"
         if not NAME.fullmatch(stem):
             # An id of the hub: suggest from_hf, and the shipped recipe with a similar name.
             base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
@@ -147,13 +147,11 @@ class Library:
                 near = nearest(base, known)
                 shipped = f", or recipe={near}" if near else ""
                 return (
-                    f"recipe={name}: an id of the hub is no recipe; write recipe={FROM_HF}"
+                    f"recipe={name}: a hub id is not a recipe; set recipe={FROM_HF}"
                     f" model.path={PREFIX}{name}{shipped}"
                 )
             near = suggest(base, known)
-            return (
-                f"{group}={name}: a choice is a name of letters, digits and '_', not a path{near}"
-            )
+            return f"{group}={name}: expected a name of letters, digits and '_', not a path{near}"
         return self._unknown_choice(group, name)
 
     def _unknown_choice(self, group: str, name: str) -> str:
@@ -173,7 +171,7 @@ class Library:
         if len(family) > 1:
             return f"{line}; did you mean one of {', '.join(family)}?"
         spellings = [*known, *presets.FUNCTIONS] if group == "precision" else known
-        return line + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
+        return line + (suggest(name, spellings) or f"; see fp8cfg list {group}")
 
     def canonical_name(self, group: str, name: str) -> str:
         """Returns the choice that `name` spells.
@@ -444,7 +442,7 @@ def _defaults_entries(entries: Any, library: Library) -> list[Choice]:
         else:
             choices += _entry_choices("recipe", entry, key, library)
     if sum(choice.group == SELF for choice in choices) > 1:
-        raise ConfigError("defaults: _self_ stands twice")
+        raise ConfigError("defaults: duplicate _self_")
     return choices
 
 
@@ -467,7 +465,7 @@ def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Ch
     if isinstance(name, list) and name and group != "recipe":
         if override:
             raise ConfigError(
-                f"defaults: {entry}: one choice replaces another; write 'override /{group}:"
+                f"defaults: {entry}: an override takes one name; write 'override /{group}:"
                 f" {name[-1]}'"
             )
         # A list of names: all of them act, in order.
@@ -482,8 +480,8 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
     if group not in library.groups():
         if group.split("/")[0] == "hydra":
             raise ConfigError(
-                f"defaults: {entry}: settings of Hydra itself are not part of a recipe; the command"
-                " line takes them"
+                f"defaults: {entry}: Hydra's own settings are not part of a recipe; pass them on the"
+                " command line"
             )
         raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
     if package is None:
@@ -499,9 +497,7 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
 def _choice(group: str, name: Any, key: str) -> Choice:
     """Returns a choice. Raises ConfigError if `name` is not a name or null."""
     if name == "???":
-        raise ConfigError(
-            f"{group}=???: needs the name of a choice in this file; a run asks for none"
-        )
+        raise ConfigError(f"{group}=???: needs a name in this file; a run does not ask for it")
     if name == "":
         raise ConfigError(f"{group}: needs the name of a preset")
     if not isinstance(name, str | None):
@@ -567,7 +563,7 @@ def read_part(path: Path, group: str, library: Library) -> Part:
     node = full(package.removeprefix("_global_."))
     if not any(key.startswith(f"{node}.") for key in fields()):
         raise ConfigError(
-            f"{package}: no node of a recipe; begin the file with '# @package _global_' for keys of"
+            f"{package}: not a node of a recipe; start the file with '# @package _global_' for keys of"
             " the whole recipe"
         )
     return Part(settings(nested({node: data})), chosen, node)
@@ -592,7 +588,7 @@ def check_package(path: Path, group: str, library: Library) -> None:
     package, home = package_of(path, group), library.package(group)
     if package is not None and package.removeprefix("_global_.") != home:
         raise ConfigError(
-            f"# @package {package}: packages are fixed, {group} is at {home}; drop the line"
+            f"# @package {package}: packages are fixed, {group} is at {home}; remove the line"
         )
 
 
@@ -611,18 +607,18 @@ def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[
             continue
         if not choice.override:
             repeated.append(
-                f"defaults: {choice.group}: stands in every recipe already; write 'override"
+                f"defaults: {choice.group}: every recipe already has this choice; write 'override"
                 f" /{choice.group}: {choice.name}'"
             )
             # To Hydra, a name that is no recipe is a file of the same group.
             if choice.group == "recipe" and library.problem("recipe", choice.name):
                 bases.append(
-                    f"defaults: {choice.name}: a file of {group}/ builds on no other; write its"
+                    f"defaults: {choice.name}: a file of {group}/ cannot have a base; write its"
                     " keys here"
                 )
         if library.merging_group(choice.group) and choice.group not in MERGING_GROUPS:
             own.append(
-                f"defaults: {choice.group}: a file chooses in shipped groups alone; drop it, and"
+                f"defaults: {choice.group}: a file can choose only in shipped groups; remove it and"
                 f" pass {choice.group}={choice.name} on the command line"
             )
         if choice.override and choice.name and not _is_missing(choice, library):

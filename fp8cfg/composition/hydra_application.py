@@ -175,7 +175,7 @@ def _setting_hint(key: str) -> str:
     if near is None:
         return ""
     if near == key:
-        return f"; it is of {choice_of[key]}"
+        return f"; it belongs to {choice_of[key]}"
     return f"; did you mean {near!r}?"
 
 

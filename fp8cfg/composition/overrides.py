@@ -105,9 +105,7 @@ def malformed(argument: str) -> str:
     if equals:
         hint = _mistake(argument, key, value)
         if not hint:
-            hint = (
-                "not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
-            )
+            hint = "not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'"
         return f"{argument}: {hint}"
     if argument in short_keys() or argument in GROUPS:
         example_value = "NAME" if argument in GROUPS else "VALUE"
@@ -117,7 +115,7 @@ def malformed(argument: str) -> str:
     if colon and (key in short_keys() or key in GROUPS):
         return f"{argument}: not of the form key=value; write {key}={value.strip()}"
     if argument.startswith("$"):
-        return f"{argument}: is a variable, which no shell has replaced; write its value"
+        return f"{argument}: the shell did not replace this variable; write its value"
     near = nearest(argument, [*short_keys(), *GROUPS], 0.75)
     hint = f"; did you mean {near!r}?" if near else ""
     return f"{argument or repr(argument)}: not of the form key=value{hint}"
@@ -126,20 +124,20 @@ def malformed(argument: str) -> str:
 def _mistake(argument: str, key: str, value: str) -> str:
     """Returns the problem of an invalid `key=value`, or "" if it is not a known mistake."""
     if argument == "=":
-        return "stands alone; key=value has no spaces"
+        return "remove the spaces around it, as in key=value"
     # The order matters: a later case would also match many arguments of an earlier one.
     is_text = takes_text(key) and value.isprintable() and not set(argument) & _QUOTES
     if not is_text:
         for character in argument:
             if not character.isascii() and character.isprintable():
                 return (
-                    f"{character!r} is not a sign of a key or a number; type it anew, or quote a"
+                    f"{character!r} cannot be part of a key or a number; retype it, or quote a"
                     " text as in 'name=\"a b\"'"
                 )
     if argument[:1] in "'\"":
-        return "quoted twice; leave the inner quotes out"
+        return "quoted twice; remove the inner quotes"
     if " " in argument and all("=" in word for word in argument.split()):
-        return f"several words in one; write {' '.join(argument.split())} without quotes"
+        return f"several overrides in one; write {' '.join(argument.split())} without quotes"
     if value.startswith("(") and is_node(full(key)):
         node = fields()[full(key)].annotation
         values = [item.strip() for item in value.strip("()").split(",")]
@@ -149,25 +147,25 @@ def _mistake(argument: str, key: str, value: str) -> str:
     if key != key.strip() or value != value.strip():
         return f"spaces around '='; write {key.strip()}={value.strip()}"
     if value[:1] == "=":
-        return f"two signs '='; write {key}={value.lstrip('=')}"
+        return f"two '=' signs; write {key}={value.lstrip('=')}"
     if value.endswith(","):
         return f"ends in a comma; write {key}={value.rstrip(',')}"
     arguments = _SEVERAL_ARGUMENTS.split(argument)
     if len(arguments) > 1 and not set(argument) & set("[]{}'\""):
-        return f"several words in one; write {' '.join(arguments)}"
+        return f"several overrides in one; write {' '.join(arguments)}"
     with_colons = _KEY_IN_BRACES.sub(r"\1: ", value)
     if value[:1] in "[{" and "{" in value and with_colons != value:
-        return f"inside of braces stands a colon and a space, as in '{key}={with_colons}'"
+        return f"use a colon and a space inside braces, as in '{key}={with_colons}'"
     if is_text:
         correct = shlex.quote(f"{key}={quoted(value)}")
-        return f"a text with special signs wants quotes; write {correct}"
+        return f"a text with special characters needs quotes; write {correct}"
     function = value.partition("(")[0] if value.endswith(")") else ""
     near = nearest(function, _FUNCTIONS) if function else None
     if near:
         return f"no such function {function!r}; did you mean {near!r}?"
     for opening, closing in ("[]", "{}"):
         if value.count(opening) > value.count(closing):
-            return f"{opening!r} without its {closing!r}; quote the word where it has spaces"
+            return f"{opening!r} without {closing!r}; quote the override if it has spaces"
     return ""
 
 
@@ -189,7 +187,7 @@ def parsed(argument: str) -> tuple[str, Any, str]:
     # Hydra reports a sweep only at the top of a value, not inside of {key: choice(a, b)}.
     if _has_sweep(value):
         raise ConfigError(
-            f"{argument}: a sweep inside of braces; write it as a word of its own, as in"
+            f"{argument}: a sweep cannot be inside braces; write a separate override, as in"
             f" {key}.KEY=a,b"
         )
     return key, value, text
@@ -199,15 +197,15 @@ def _sweep_hint(key: str, text: str, argument: str) -> str:
     """Returns the error and its fix for several values in a single run."""
     is_list = full(key) in fields() and "tuple" in str(fields()[full(key)].annotation)
     if is_list:
-        return f"several values are a sweep, and a run takes one; a list is written {key}=[{text}]"
+        return f"several values are a sweep, but a run takes one; write a list as {key}=[{text}]"
     # 1,000 has two values for Hydra.
     if THOUSANDS.fullmatch(text):
         number = text.replace(",", "")
-        return f"several values are a sweep; a number is written without commas: {key}={number}"
+        return f"several values are a sweep; write a number without commas: {key}={number}"
     if full(key) == "data.path":
         return f"takes one path{several_files(text.split(','))}"
     command = f"fp8cfg sweep {shlex.quote(argument)}"
-    return f"several values are a sweep, and a run takes one; write: {command}"
+    return f"several values are a sweep, but a run takes one; run {command}"
 
 
 def override(argument: str) -> HydraOverride:
@@ -232,14 +230,12 @@ def override(argument: str) -> HydraOverride:
     except RecursionError:
         raise ConfigError(f"{argument[:40]}...: nested too deeply") from None
     except ValueError:  # Python's limit (sys.set_int_max_str_digits)
-        raise ConfigError(
-            f"{argument[:40]}...: a number of more digits than any key takes"
-        ) from None
+        raise ConfigError(f"{argument[:40]}...: the number has too many digits") from None
     key = parse.key_or_group.replace("/", ".")
     if not key:
         raise ConfigError(malformed(argument))
     if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError(f"{argument}: settings of Hydra itself are not part of a recipe")
+        raise ConfigError(f"{argument}: Hydra's own settings are not part of a recipe")
     if parse.type is OverrideType.DEL:
         name = key.partition("=")[0]
         raise ConfigError(f"{argument}: keys cannot be removed; set {name} to its default instead")
@@ -258,7 +254,9 @@ def override(argument: str) -> HydraOverride:
 
 def key_exists(argument: str) -> str:
     """Returns the error line for `+key=value`. The schema is closed, so no key can be added."""
-    return f"{argument}: every key exists already; write {argument.lstrip('+')}"
+    override = argument.lstrip("+")
+    key = override.partition("=")[0]
+    return f"{argument}: {key} already exists; remove the +: {override}"
 
 
 def hydra_word(argument: str) -> str:
@@ -362,9 +360,7 @@ class Overrides:
             try:
                 override = parse_argument(argument, library)
                 if override.group == "recipe" and has_recipe:
-                    raise ConfigError(
-                        f"{argument}: the recipe is given already; drop one of the two"
-                    )
+                    raise ConfigError(f"{argument}: a recipe is already set; remove one of them")
             except ConfigError as e:
                 # Report the problems of all arguments at once.
                 problems += e.problems
@@ -455,9 +451,7 @@ def _check_text(key: str, value: Any, text: str) -> None:
     # Python reads 1e999 as infinity.
     is_infinite = isinstance(value, float) and math.isinf(value)
     if full(key) in fields() and is_infinite and "inf" not in text.lower():
-        raise ConfigError(
-            f"{key}={text}: more than any number here can be; expected a finite number"
-        )
+        raise ConfigError(f"{key}={text}: too large; expected a finite number")
 
 
 def _check_value(key: str, value: Any) -> None:
@@ -485,7 +479,7 @@ def _check_mapping(key: str, value: Any, node: type[Node]) -> None:
         # Hydra keeps a dotted key in braces as one name.
         if "." in name and full(inner_key) in fields():
             problems.append(
-                f"{inner_key}: no key in braces has a dot; write"
+                f"{inner_key}: a key in braces cannot have a dot; write"
                 f" {short(full(inner_key))}={spelled(inner)}"
             )
             continue

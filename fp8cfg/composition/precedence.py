@@ -313,19 +313,19 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
     window, frequency = model.sliding_window, model.window_attn_skip_freq
     if "model.sliding_window" in written and window is not None and window >= model.seq_length:
         yield (
-            f"note: model.sliding_window={window}: masks nothing,"
-            f" model.seq_length={model.seq_length} is no longer; an exported checkpoint states it"
+            f"note: model.sliding_window={window}: has no effect with"
+            f" model.seq_length={model.seq_length}; an exported checkpoint keeps it"
         )
     if "model.window_attn_skip_freq" in written and frequency and frequency > model.num_layers:
         yield (
-            f"note: model.window_attn_skip_freq={frequency}: leaves the window to all layers, there"
-            f" are model.num_layers={model.num_layers}"
+            f"note: model.window_attn_skip_freq={frequency}: all layers have the window, because"
+            f" model.num_layers={model.num_layers}"
         )
     has_dynamic_scale = precision.compute == "fp16" and precision.loss_scale is None
     growth = precision.loss_scale_window
     if "precision.loss_scale_window" in written and has_dynamic_scale and growth >= steps:
         yield (
-            f"note: precision.loss_scale_window={growth}: doubles no scale, the run ends with"
+            f"note: precision.loss_scale_window={growth}: the scale never grows, because the run ends with"
             f" trainer.max_steps={steps}"
         )
     fp8 = recipe.fp8
@@ -334,7 +334,7 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
     if "fp8.amax_history_len" in written and has_history and reads_last_amax:
         yield (
             f"note: fp8.amax_history_len={fp8.amax_history_len}:"
-            " fp8.amax_compute_algo=most_recent reads the last amax alone"
+            " fp8.amax_compute_algo=most_recent reads only the last amax"
         )
     if optim.warmup_steps < steps - 1:  # the decay begins with the step after the warm-up
         return
@@ -344,7 +344,7 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
             idle += changed(optim, name)
     if idle:
         yield (
-            f"note: {', '.join(idle)}: has no effect, there is no decay;"
+            f"note: {', '.join(idle)}: has no effect, the learning rate never decays;"
             f" optim.warmup_steps={optim.warmup_steps}, trainer.max_steps={steps}"
         )
 
@@ -361,12 +361,12 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
     # A smoke run needs no weights.
     if task in FINE_TUNING and not recipe.model.weights and not recipe.trainer.smoke:
         lines.append(
-            f"note: task={task}: model.weights=null, so it starts from random weights; write"
+            f"note: task={task}: model.weights=null, so it starts from random weights; set"
             " model.weights=FOLDER"
         )
     if interval > steps and "checkpoint.every_n_steps" in settled.written:
         lines.append(
-            f"note: checkpoint.every_n_steps={interval}: saves at the end alone, the run ends with"
+            f"note: checkpoint.every_n_steps={interval}: saves only at the end, because the run ends with"
             f" trainer.max_steps={steps}"
         )
     mark_reported(settled.recipe)

@@ -102,7 +102,7 @@ def check_model_path(layers: Sequence[Layer]) -> None:
     last = fold(layers).history["model.path"][-1]
     with _named_file(last.location.file) if last.location.file else contextlib.nullcontext():
         raise ConfigError(
-            f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; write"
+            f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; set"
             f" recipe={FROM_HF}, or model.weights={path} to load weights"
         )
 
@@ -123,7 +123,7 @@ def _with_implied_choices(
         for other, name in part_of(group, choice.name, library).chosen.items():
             if other == "recipe" and has_recipe:
                 raise ConfigError(
-                    f"{group}={choice.name}: chooses recipe={name}, and the recipe is given already"
+                    f"{group}={choice.name}: chooses recipe={name}, but a recipe is already set"
                 )
             # Not if an argument chooses in that group.
             choices.setdefault(
@@ -220,8 +220,8 @@ def preset_node(group: str, path: Path, library: Library) -> Node:
         data = library.data(path)
         if "defaults" in data:
             raise ConfigError(
-                f"defaults: a {group} preset builds on no other; write all its keys here, or"
-                f" '/{group}: NAME' in the defaults of a recipe's file, and there what differs"
+                f"defaults: a {group} preset cannot have a base; write all its keys here, or put"
+                f" '/{group}: NAME' and the changed keys into a recipe's file"
             )
         return REPLACING_GROUPS[group][0](**data)
 
@@ -283,7 +283,7 @@ def data_layers(
     """Returns the layers of a file's content. See `file_layers`."""
     project = foreign_files.importable(data)
     if project:
-        raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
+        raise ConfigError(f"has the keys of another project; run fp8cfg import {project} {path}")
     _check_choices(data, library)
     sequence = list(file_steps(data, path, library))
     folder = None

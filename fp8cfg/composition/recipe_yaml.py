@@ -199,7 +199,7 @@ def full_names(data: dict[str, Any]) -> dict[str, Any]:
         tree = nested({full(key): value})
         twice = _common_leaf(out, tree)
         if twice:
-            raise ConfigError(f"{twice}: given twice, under its short and its full name")
+            raise ConfigError(f"{twice}: set twice, by its short and its full name")
         out = deep_merge(out, tree)
     return out
 

@@ -88,14 +88,14 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
 def _check_axis(argument: str, key: str, axis: _Axis, is_repeated: bool, has_recipe: bool) -> None:
     """Raises ConfigError if the argument cannot be part of this sweep."""
     if key == "recipe" and has_recipe:
-        raise ConfigError(f"{argument}: the recipe is given already; drop one of the two")
+        raise ConfigError(f"{argument}: a recipe is already set; remove one of them")
     if key == "log.dir" and len(axis.arguments) > 1:
-        raise ConfigError(f"{argument}: a sweep has one folder; write hydra.sweep.dir=FOLDER")
+        raise ConfigError(f"{argument}: a sweep has one folder; set hydra.sweep.dir=FOLDER")
     if is_repeated and is_node(full(key)):
         # Hydra's sweeper keeps the last argument of a key, and a single run merges all mappings.
         raise ConfigError(
-            f"{argument}: {short(key)} stands twice in this sweep, and only the last one would"
-            f" count; set its keys instead, as in {short(key)}.KEY=a,b"
+            f"{argument}: {short(key)} is set twice in this sweep, and only the last one counts;"
+            f" set its keys instead, as in {short(key)}.KEY=a,b"
         )
 
 
@@ -138,7 +138,7 @@ def _shorten(lines: list[str], argument: str) -> list[str]:
     if len(lines) <= _MAX_LINES:
         return lines
     shown = _MAX_LINES - 1
-    return [*lines[:shown], f"{argument}: and {len(lines) - shown} lines more like these"]
+    return [*lines[:shown], f"{argument}: and {len(lines) - shown} more lines like these"]
 
 
 def _read_axis(argument: str, library: Library) -> _Axis:
@@ -160,7 +160,7 @@ def _read_axis(argument: str, library: Library) -> _Axis:
     if not any(each.group for each in chosen):
         return _Axis(f"{full(key)}={text}", arguments)
     if not all(each.group for each in chosen):
-        raise ConfigError(f"{argument}: expected names of presets alone")
+        raise ConfigError(f"{argument}: expected only names of presets")
     group = chosen[0].group
     default = default_recipe() if group == "recipe" else "null"
     names = ",".join(each.name or default for each in chosen)
@@ -180,7 +180,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
         start, end = value.start, value.end
         if start is not None and end is not None and start > end:
             raise ConfigError(
-                f"{argument}: begins above its end; write {key}=interval({end:g},{start:g})"
+                f"{argument}: starts above its end; write {key}=interval({end:g},{start:g})"
             )
         return [str(start), str(end)]
     if isinstance(value, types.Glob):
@@ -189,7 +189,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
         # One more than allowed, so that `read` reports too many jobs.
         values = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))
     except (HydraException, ValueError):  # a range without a step
-        raise ConfigError(f"{argument}: a range that has no end") from None
+        raise ConfigError(f"{argument}: the range has no end") from None
     if not values:
         raise ConfigError(f"{argument}: no value")
     return values
@@ -200,11 +200,11 @@ def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> 
     group = library.merging_group(key) or ("precision" if key == PLUGIN else key)
     if group not in library.groups():
         raise ConfigError(
-            f"{argument}: glob() chooses among presets, and {short(full(key))} is no group of them"
+            f"{argument}: glob() matches presets, but {short(full(key))} is not a group of presets"
         )
     names = glob.filter(library.choices(group))
     if not names:
-        raise ConfigError(f"{argument}: no {group} matches; fp8cfg list {group} has them")
+        raise ConfigError(f"{argument}: no {group} matches; see fp8cfg list {group}")
     return names
 
 
@@ -223,7 +223,7 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
             for other, chosen in part_of(group, name, library).chosen.items():
                 if other == "recipe" and given is not None:
                     raise ConfigError(
-                        f"{group}={name}: chooses recipe={chosen}, and the recipe is given already"
+                        f"{group}={name}: chooses recipe={chosen}, but a recipe is already set"
                     )
                 names[other] = list(dict.fromkeys([*names.get(other, []), chosen]))
     nodes: Nodes = {}

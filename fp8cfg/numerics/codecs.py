@@ -345,7 +345,7 @@ def get_codec(
         raise ValueError(f"codec {name!r}; choose from {', '.join(CODECS)}")
     codec = CODECS[name]
     if codec.format == FP32 and rounding != "nearest":
-        raise ValueError("codec fp32: what is float32 already is not rounded")
+        raise ValueError("codec fp32: float32 values are not rounded")
     fmt = fp8 if codec.format == E4M3 else codec.format
     codec = replace(codec, rounding=rounding, format=fmt)
     if second_moment and codec.block:

@@ -272,11 +272,11 @@ class FP8Attention(nn.Module):
         super().__init__()
         if scaling.tile(INPUT, 1) is not None:
             raise ValueError(
-                "FP8 attention has delayed or current scaling by one scale a tensor, not"
-                f" {scaling.kind} by {scaling.granularity}"
+                "FP8 attention needs delayed or current scaling with one scale per tensor, not"
+                f" {scaling.kind} scaling per {scaling.granularity}"
             )
         if getattr(plain, "softcap", None) is not None:
-            raise ValueError("FP8 attention knows no soft cap of its scores")
+            raise ValueError("FP8 attention does not support a soft cap")
         self.scaling = scaling
         self.region = region
         self.scale = getattr(plain, "scale", None)

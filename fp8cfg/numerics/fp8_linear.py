@@ -658,11 +658,11 @@ def check_product(
     if product == "emulate":
         return
     if scaling.layout.least is None:
-        raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
+        raise ValueError(f"scaled_mm does not support {scaling.kind} scaling; use product=emulate")
     if not scaling.has_hardware_gemms(high_precision):
         raise ValueError(
-            f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
-            f"{scaling.backward.name.upper()}"
+            f"scaled_mm multiplies {scaling.kind} scaling only in E4M3, but gradients are"
+            f" {scaling.backward.name.upper()}"
         )
     if out_features % 16 or in_features % 16:
         raise ValueError(

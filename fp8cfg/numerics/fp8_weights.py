@@ -227,9 +227,7 @@ def _tile_size(length: int, count: int) -> int:
     return 0
 
 
-INSTEAD = (
-    "fp8cfg.averaged(job) averages the masters, and fp8cfg.convert_back(model) gives plain weights"
-)
+INSTEAD = "fp8cfg.averaged(job) averages the masters, and fp8cfg.convert_back(model) returns plain weights"
 """What to do instead of arithmetic on stored weights, for error messages."""
 _OPERATIONS = (
     "add",

@@ -142,8 +142,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise ValueError(
-                f"FP8 state: {len(names)} entries {problem}, among them {min(names)}; it is of"
-                " another model or recipe"
+                f"FP8 state: {len(names)} entries {problem}, among them {min(names)}; the state is"
+                " from another model or recipe"
             )
     model.load_state_dict(dict(state), strict=False)
 
@@ -171,9 +171,8 @@ def say_scales_anew(layers: Iterable[nn.Module]) -> None:
     flags = [vars(layer).pop(ANEW, False) for layer in layers]
     if any(flags):
         warnings.warn(
-            "weights were loaded without FP8 state, and scales and amax histories started anew;"
-            " fp8.state_dict() and job.state_dict() give it, load_state_dict() of the same takes it"
-            " back",
+            "weights were loaded without FP8 state, so scales and amax histories were reset; to keep"
+            " them, save fp8.state_dict() or job.state_dict() and load it with load_state_dict()",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -211,8 +210,7 @@ def _stored_weight(state: Mapping[str, Tensor], prefix: str) -> FP8Weight | None
         return None
     if scale_inv is None:
         raise RuntimeError(
-            f"{prefix}weight is {weight.dtype} and means nothing without"
-            f" {prefix}{WEIGHT_BUFFERS[0]}"
+            f"{prefix}weight is {weight.dtype} and needs {prefix}{WEIGHT_BUFFERS[0]}"
         )
     return FP8Weight(weight, scale_inv, *second)
 

@@ -438,8 +438,8 @@ class DecodedWeight(Tensor):
                 return weight if func is Tensor.requires_grad_ else result
             if _writes(func, first, kwargs):
                 raise RuntimeError(
-                    f"{func.__name__}: this weight is stored in FP8 or in a codec, and reads as a"
-                    f" copy; a write to it would be lost: load_state_dict stores one, {INSTEAD}"
+                    f"{func.__name__}: this weight is quantized, so a change of its copy would be"
+                    f" lost; load_state_dict stores a weight, {INSTEAD}"
                 )
             result = func(*args, **kwargs)
             return result if weight is None else _mark_views(result, weight)

@@ -361,7 +361,7 @@ def current() -> World:
         return World(dist.get_rank(), dist.get_world_size())
     if ranks() > 1:
         raise ConfigError(
-            f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process"
+            f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, but there is no process"
             " group; call torch.distributed.init_process_group() before fp8cfg.build, or train"
             " with python -m fp8cfg"
         )

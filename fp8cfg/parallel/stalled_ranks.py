@@ -219,7 +219,7 @@ def _answers(store: Any) -> bool:
 
 _WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
 """Keys of the store: the rank that timed out, and its report."""
-_GONE = "stopped, or gone with the machine"
+_GONE = "stopped, or its machine is lost"
 _UNSAID = 2.0
 """Seconds to wait for _WAITED after a timeout on another rank, and for a thread to end."""
 T = TypeVar("T")
@@ -439,7 +439,7 @@ def _silent_store(gone: bool = False) -> str:
     return (
         f"{holder}, which held the store, has ended"
         if gone
-        else f"{holder}, which holds the store, is silent: {_GONE}"
+        else f"{holder}, which holds the store, does not answer: {_GONE}"
     )
 
 
@@ -448,7 +448,7 @@ def _said_of(silent: Sequence[int]) -> str | None:
     if not silent:
         return None
     verb = "is" if len(silent) == 1 else "are"
-    return f"{_ranks(silent)} {verb} silent: {_GONE}, or busy outside of Python"
+    return f"{_ranks(silent)} {verb} silent: {_GONE}, or busy outside Python"
 
 
 def seen_from(rank: int, diagnosis: str) -> str:
@@ -460,7 +460,7 @@ def seen_from(rank: int, diagnosis: str) -> str:
     silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", diagnosis)
     if silent is None or str(rank) not in silent[1].split(", "):
         return diagnosis
-    return "the other ranks waited for this one, which was stopped, or busy outside of Python"
+    return "the other ranks waited for this one, which was stopped, or busy outside Python"
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
@@ -573,11 +573,7 @@ class StallWatch:
         elif not self.beats.another_waited():
             return None
         limit = f"{self._limit:g} s (trainer.timeout.{self.phase})"
-        how = (
-            f"was not done in {limit}"
-            if late
-            else f"was broken off by a rank that had waited {limit}"
-        )
+        how = f"timed out after {limit}" if late else f"was aborted by a rank after {limit}"
         where, others = raised_in(of), self.beats.others()
         axes = where.group and group_axes(
             self.strategy, dist.get_process_group_ranks(where.group), self.beats.size
@@ -680,5 +676,5 @@ def all_started(
             raise
         why = not_arrived() or first_line(e)
         raise RankStalled(
-            f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why}"
+            f"not all ranks started within {timeout.start:g} s (trainer.timeout.start): {why}"
         ) from e

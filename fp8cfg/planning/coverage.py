@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NO_OUTPUT = (
-    "No output layer was found for fp8.output_layer=false to keep in high precision: where one of"
-    " these makes the logits, name it in fp8.exclude."
+    "fp8.output_layer=false: no output layer was found; if one of these layers computes the logits,"
+    " add it to fp8.exclude"
 )
 LOW = 0.5
 """A run with a smaller share of FP8 FLOPs gets a warning."""
@@ -315,7 +315,10 @@ def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
     least = recipe.fp8.min_coverage
     if not recipe.fp8.enabled or coverage.share >= least:
         return ""
-    return f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"
+    return (
+        f"fp8.min_coverage={least:g}: only {coverage.share:.1%} of matmul FLOPs would run in FP8;"
+        f" lower it, or see fp8cfg plan for the layers in {recipe.precision.compute}"
+    )
 
 
 def _reach(tokens: int, window: int | None) -> float:
@@ -431,8 +434,8 @@ def low_coverage_warning(seen: Coverage) -> str:
         return ""
     name, share, what = seen.largest_in_high_precision
     return (
-        f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name},"
-        f" {share:.1%} ({what})"
+        f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part in high precision is"
+        f" {name}, {share:.1%} ({what})"
     )
 
 
@@ -505,11 +508,14 @@ def prove_engagement(
         wrong = differences([*plan, *attention_plan(recipe)], observed)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
+        raise NotFP8Error(
+            f"this run differs from the plan: {'; '.join(wrong[:3])}{more}; keep the forward pass"
+            " inside autocast()"
+        )
     if recipe.fp8.enabled and seen.share < recipe.fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran"
-            " in FP8"
+            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: only {seen.share:.1%} of {seen.what}"
+            " ran in FP8; lower it, or see fp8cfg plan for the other layers"
         )
     if recipe.fp8.enabled and foreign:
         warn_of_low_coverage(model, seen)

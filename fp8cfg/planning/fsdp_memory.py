@@ -69,12 +69,12 @@ def gather_line(recipe: Recipe, part: Part, backend: str) -> str:
     if part.shard != "fsdp":
         return _zero_gather_line(recipe, part)
     dtype = gathered(precision, backend)
-    line = f"weights are split over the ranks and gathered in {dtype}"
+    line = f"weights are sharded over the ranks and gathered in {dtype}"
     if dtype == "fp8":
         if capabilities(backend).fp8_gather == "cast":
             line += (
-                f", as {backend} casts them, whatever fp8.params is;"
-                f" storage.gather={precision.compute} leaves them in that"
+                f", cast by {backend}, with any fp8.params; storage.gather={precision.compute}"
+                " turns it off"
             )
         return wrapped(line, more="  ")
     if precision.fp8.enabled and precision.fp8.params and precision.storage.gather == "auto":
@@ -86,11 +86,11 @@ def gather_line(recipe: Recipe, part: Part, backend: str) -> str:
 def _zero_gather_line(recipe: Recipe, part: Part) -> str:
     """Returns the line for zero1 and zero2, with one gather per step."""
     if recipe.lora.enabled:
-        return "frozen weights are whole on each rank; adapters are gathered once a step"
+        return "frozen weights are replicated; adapters are gathered once a step"
     if part.state.fp8_weights:
         line = "weights are gathered in fp8 once a step"
         if fp8_weight_extra_bytes(recipe) >= 1:
-            line += ", two matrices of each: dgrad reads other scales"
+            line += ", two copies of each: dgrad needs other scales"
         return line
     dtype = part.state.linear["weight"]
     if dtype == part.state.gathered_dtype:

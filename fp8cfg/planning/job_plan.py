@@ -161,14 +161,14 @@ def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequ
 
     if recipe.storage.shard == "fsdp":
         raise ConfigError(
-            "storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; set"
-            " fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's"
-            " fully_shard on it"
+            "storage.shard=fsdp: shards a recipe's Transformer, not a custom model; call"
+            " fp8cfg.convert_model(model, recipe) with storage.shard=none, and then torch's"
+            " fully_shard"
         )
     transformer_keys = changed(recipe.data, "reset_attention_mask", "reset_position_ids")
     refuse_if(
         [
-            f"{key}: of the Transformer of a recipe, not of a model of your own; set it to false"
+            f"{key}: works for a recipe's Transformer, not for a custom model; set it to false"
             for key in transformer_keys
         ]
     )
@@ -201,9 +201,9 @@ def _check_tokens(recipe: Recipe, choice: Choice) -> None:
     step = multiple * context
     split = f" over {context} context ranks" if context > 1 else ""
     raise ConfigError(
-        f"trainer.micro_batch_size={micro}: with model.seq_length={length}{split}"
-        f" that is {tokens} tokens, backend={choice.backend} needs a multiple of {multiple};"
-        f" set backend=native, or model.seq_length={ceil(length / step) * step}"
+        f"trainer.micro_batch_size={micro}: gives {tokens} tokens with"
+        f" model.seq_length={length}{split}, but backend={choice.backend} needs a multiple of"
+        f" {multiple}; set backend=native, or model.seq_length={ceil(length / step) * step}"
     )
 
 
@@ -216,7 +216,7 @@ def checked_recipe(recipe: Recipe) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
-            " gives one"
+            " returns one"
         )
     recipe = resolved_for_build(recipe)
     recipe.check()
@@ -231,7 +231,7 @@ def cut_if_smoke(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     """
     if model is not None and recipe.trainer.smoke:
         raise ConfigError(
-            "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; set"
-            " false, and a small trainer.global_batch_size and trainer.max_steps"
+            "trainer.smoke=true: reduces a recipe's Transformer, not a custom model; set it to"
+            " false, with a small trainer.global_batch_size and trainer.max_steps"
         )
     return smoke.cut_recipe(recipe, sharding.ranks())

@@ -164,8 +164,8 @@ def checked_parts(recipe: Recipe, world: int) -> list[Part]:
         near = max(1, round(world / strategy.size)) * strategy.size
         samples = trainer.global_batch_size // trainer.micro_batch_size
         raise ConfigError(
-            f"{gpus}: not a multiple of tensor x pipeline x context parallel = {strategy.size}; "
-            f"nearest is {near} (--gpus {near}){strategy.smaller(world, samples)}"
+            f"{gpus}: must be a multiple of tensor x pipeline x context parallel size ="
+            f" {strategy.size}; nearest is {near} (--gpus {near}){strategy.smaller(world, samples)}"
         )
     refuse_if([f"{gpus}: {line}" for line in uneven_batch(recipe, world)])
     return distinct_parts(recipe, world)

@@ -54,8 +54,8 @@ def precision_limits(recipe: Recipe) -> list[Violation]:
         violations.append(
             _violation(
                 f"log.fp8_stats_every_n_steps={interval}",
-                f"one rank measures, and under pipeline_model_parallel_size={stages} none has all"
-                " layers; set it to 0",
+                f"needs all layers on one rank, but pipeline_model_parallel_size={stages} splits"
+                " them; set it to 0",
             )
         )
     return violations
@@ -94,8 +94,8 @@ def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
     return [
         _violation(
             "lora.targets",
-            f"no layer of pipeline stage {empty} has an adapter, so that it has nothing"
-            f" to train; name layers of each stage, or set {key}=1",
+            f"pipeline stage {empty} has no adapter to train; add layers of each stage, or set"
+            f" {key}=1",
         )
     ]
 
@@ -112,9 +112,9 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
         return  # another rule rejects the batch
     is_interleaved = chunks > 1
     if count < stages:
-        reason = f"so few do not fill {stages} stages"
+        reason = f"{stages} stages need at least {stages}"
     elif is_interleaved and count % stages:
-        reason = f"interleaved stages take a multiple of {stages}"
+        reason = f"interleaved stages need a multiple of {stages}"
     else:
         return
     samples = trainer.global_batch_size // replicas  # of a rank
@@ -126,7 +126,7 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
     microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
     yield _violation(
         f"{strategy.key('pipeline_model_parallel_size')}={stages}",
-        f"a step has {microbatches} on each rank, and {reason}; set {fix}",
+        f"a step has {microbatches} on each rank, but {reason}; set {fix}",
     )
 
 
@@ -162,7 +162,7 @@ def _size_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
         ranks = tensor * context
         yield _violation(
             f"{strategy.key('sequence_parallel')}=true",
-            f"splits model.seq_length={model.seq_length} over {ranks} ranks; set"
+            f"needs model.seq_length={model.seq_length} to be a multiple of {ranks} ranks; set"
             f" model.seq_length={-(-model.seq_length // ranks) * ranks}",
         )
 
@@ -174,8 +174,8 @@ def _dropout_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     if recipe.lora.enabled and recipe.lora.dropout:
         yield _violation(
             f"lora.dropout={recipe.lora.dropout:g}",
-            f"ranks would drop the same channels of each part of an input, and"
-            f" tensor_model_parallel_size={tensor} splits inputs; set it to 0",
+            f"does not work with tensor_model_parallel_size={tensor}, because ranks would drop the"
+            " same channels of their shards; set it to 0",
         )
 
 
@@ -206,8 +206,8 @@ def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
     overrides = " ".join(f"storage.{key}={_SPLITTABLE[key]}" for key in at_fault)
     yield _violation(
         "storage",
-        "state in fewer bits, but for moments and gradients over float32 masters, is that"
-        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; set"
+        "low-precision state needs whole matrices, except for moments and gradients with"
+        f" float32 masters, but tensor_model_parallel_size={tensor} splits them; set"
         f" {overrides}",
     )
 
@@ -228,18 +228,18 @@ def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     if fp8.dot_product_attention:
         yield _violation(
             "fp8.dot_product_attention=true",
-            f"attention in FP8 takes all heads, and {key} splits them; set it to false",
+            f"FP8 attention needs all heads, but {key} splits them; set it to false",
         )
     interval = recipe.log.fp8_stats_every_n_steps
     if interval:
         yield _violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            f"one rank measures, and under {key} none has whole matrices; set it to 0",
+            f"needs whole matrices on one rank, but {key} splits them; set it to 0",
         )
     if not fp8.reduce_amax:
         yield _violation(
             "fp8.reduce_amax=false",
-            f"parts of a matrix share one scale under {key}; set it to true",
+            f"shards of a matrix share one scale with {key}; set it to true",
         )
     yield from _alignment_violations(recipe, tensor)
 
@@ -319,12 +319,12 @@ def _level_violation(recipe: Recipe, condition: str, keys: Sequence[str]) -> Vio
             fix += " opt_level=null"
         return _violation(
             f"backend={precision.backend}",
-            f"its level {level(precision)} goes {condition}; set {fix}",
+            f"its level {level(precision)} works {condition}; set {fix}",
         )
     fix = "opt_level=null"
     if len(keys) == 1 and recipe.trainer.strategy.chunks == 1:
         fix += f", or {keys[0]}=1"
-    return _violation(f"opt_level={precision.opt_level}", f"goes {condition}; set {fix}")
+    return _violation(f"opt_level={precision.opt_level}", f"works {condition}; set {fix}")
 
 
 def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
@@ -337,7 +337,7 @@ def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
         fix += " storage.accumulate=wide"
     yield _violation(
         f"storage.comm={storage.comm}",
-        f"gradients sent in FP8 go {condition}; set {fix}",
+        f"gradients sent in FP8 work {condition}; set {fix}",
     )
 
 
@@ -367,5 +367,5 @@ def _owner_violations(recipe: Recipe, shards: int, condition: str) -> Iterator[V
         setting += f", which is {shard}"
     yield _violation(
         setting,
-        f"tensors of this state have owners, which go {condition}; set storage.shard=none",
+        f"shards whole tensors, which works {condition}; set storage.shard=none",
     )

@@ -441,11 +441,11 @@ def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
         "FP8 copies": _fp8_copies_note(recipe, part, backend),
         "activations": f"{tokens}, recompute {model.recompute_granularity}",
         "logits": f"vocab_size={model.vocab_size}",
-        COMING: "less: gradients come as activations go",
+        COMING: "less: freed before gradients exist",
         "backward": "one layer again" if is_recomputed else "gradients of activations",
         "gradient sums": "messages, and sums in fp32",
-        "optimizer step": "fp32 gradients" if widens_gradients else "pieces on their way to codecs",
-        "to start": "more: the model in fp32, before it is stored in fewer bits",
+        "optimizer step": "fp32 gradients" if widens_gradients else "chunks to be quantized",
+        "to start": "more: the model in fp32, before it is quantized",
     }
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     if recipe.lora.enabled and shard == "fsdp":

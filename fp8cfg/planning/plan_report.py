@@ -98,7 +98,7 @@ def _data_section(report: PlanReport) -> str:
 
 def _problem_section(report: PlanReport) -> str:
     """The problems, and the overrides of a recipe that runs instead."""
-    lines = [f"does not run as it stands: {problem}" for problem in report.problems]
+    lines = [f"does not run: {problem}" for problem in report.problems]
     if report.offered:
         more = f"on {report.offered.ranks} GPUs " if report.offered.ranks else ""
         lines.append(f"runs {more}with: {' '.join(report.write)}")
@@ -132,10 +132,10 @@ def _layout_section(report: PlanReport) -> list[str]:
     # The product of the axes is the number of ranks. HSDP groups are part of the data axis.
     product = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     groups = strategy.data_parallel_replicate_size
-    replicas = f", {groups} groups with all state each" if groups > 1 else ""
+    replicas = f", {groups} groups with full state" if groups > 1 else ""
     lines = [model, f"layout: {report.world} ranks = {product}{replicas}"]
     if layout_violations(report.recipe, report.world):
-        lines.append("planned for, not run: training in this version has no such layout")
+        lines.append("plan only: training does not support this layout")
     if len(report.ranks) > 1:
         rows = []
         for rank in report.ranks:
@@ -154,7 +154,7 @@ def _memory_section(report: PlanReport) -> list[str]:
     if gathers:
         lines.append(gathers)
     if len(report.ranks) > 1:
-        lines.append(f"of the {part.name}, which takes most")
+        lines.append(f"of the {part.name}, the largest")
     sizes = [
         f"{granularity} {size(report.recomputing(granularity))}" for granularity in GRANULARITIES
     ]
@@ -210,8 +210,8 @@ def _more_than_chart(report: PlanReport) -> list[str]:
     if other > 0.05:
         reasons.append(f"other parameters, in wider formats, {other:.1f}")
     line = (
-        f"together {total:.1f} B/param; the chart's {of_chart:.3g} is what a parameter of a"
-        f" linear layer keeps from step to step, and beside that: {', '.join(reasons)}"
+        f"total {total:.1f} B/param: {of_chart:.3g} of the chart, for a parameter of a linear layer"
+        f" between steps, and {', '.join(reasons)}"
     )
     return [wrapped(line, more="  ")]
 
@@ -220,15 +220,15 @@ def _speedup_section(report: PlanReport) -> str:
     """Published speedups of the scaling, a bound from peak FLOPs, and layers too small for FP8."""
     recipe, gpu = report.recipe, report.gpu
     if gpu is None or (report.choice and report.choice.product == "emulate"):
-        return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
+        return "speedup: none, this machine emulates FP8"
     if gpu.fp8 is None:
-        return f"gains: none, {gpu.name} has no FP8 units"
-    lines = ["published gains of FP8 over BF16, not measured here"]
+        return f"speedup: none, {gpu.name} has no FP8 units"
+    lines = ["published speedups of FP8 over BF16, not measured here"]
     gains = speedups.published_gains(recipe, gpu.capability)
     for gain in gains:
         lines.append(f"  {gain.times:.2f}x  {gain.what}, {gain.where}\n         {gain.source}")
     if not gains:
-        lines.append(f"  none at hand for fp8.scaling={recipe.fp8.scaling}")
+        lines.append(f"  none for fp8.scaling={recipe.fp8.scaling}")
     sizes = speedups.compare_sizes(recipe, report.widest.part)
     lines.append(wrapped(f"sizes here: {sizes}", more="  "))
     if SCALINGS[recipe.fp8.scaling].bits == 8:  # the table has no peaks of FP4
@@ -616,7 +616,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
-            " gives one"
+            " returns one"
         )
     if gpu is not None and not isinstance(gpu, str):
         raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
@@ -659,9 +659,7 @@ def check_accelerator(recipe: Recipe, gpu: str | None, option: str) -> None:
     """Raises ConfigError if trainer.accelerator contradicts the GPU named by `option`."""
     accelerator = recipe.trainer.accelerator
     if gpu and accelerator == "cpu":
-        raise ConfigError(
-            f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two"
-        )
+        raise ConfigError(f"{option}{gpu}: trainer.accelerator=cpu uses no GPU; remove one of them")
     if accelerator == "cuda" and not gpu:
         raise ConfigError(
             f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are"

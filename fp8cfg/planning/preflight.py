@@ -264,7 +264,7 @@ def _backend_problems(recipe: Recipe) -> list[str]:
     problem = rules.unavailable()
     if not problem:
         return []
-    return [f"backend={name}: {problem}; {rules.instead(recipe.precision)} runs here"]
+    return [f"backend={name}: {problem}; set {rules.instead(recipe.precision)}"]
 
 
 def _gpu_problems(recipe: Recipe) -> list[str]:
@@ -282,8 +282,8 @@ def _gpu_problems(recipe: Recipe) -> list[str]:
     if trainer.num_nodes > 1:
         meant_for = f"{trainer.num_nodes} x {trainer.devices} GPUs"
     return [
-        f"trainer.devices={trainer.devices}: meant for {meant_for}, this machine has"
-        f" {gpus or 'none'}; fp8cfg plan needs none"
+        f"trainer.devices={trainer.devices}: needs {meant_for}, this machine has"
+        f" {gpus or 'none'}; you can still run fp8cfg plan here"
     ]
 
 
@@ -325,8 +325,8 @@ def _tokenizer_problems(recipe: Recipe) -> list[str]:
     rows = recipe.model.vocab_size
     if tokenizer is None and data.name != "tokens" and rows <= BYTES:
         problems.append(
-            f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
-            f" data={data.name} has without data.tokenizer; set {BYTES + 16} or more"
+            f"model.vocab_size={rows}: too small for bytes and the end token, which"
+            f" data={data.name} uses without data.tokenizer; set it to {BYTES + 16} or more"
         )
     return problems
 
@@ -341,9 +341,9 @@ def _run_folder_problems(recipe: Recipe) -> list[str]:
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not parent.is_dir():
-        return [f"{key}={folder}: {parent} is no folder"]
+        return [f"{key}={folder}: {parent} is not a folder"]
     if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"{key}={folder}: {parent} cannot be written"]
+        return [f"{key}={folder}: {parent} is not writable"]
     return []
 
 
@@ -356,14 +356,11 @@ def _missing_data_files(source: str, path: str) -> str:
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     files = [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [name for name in files if not Path(name).is_file()]
-    return f"no file {' and '.join(missing)} here" if missing else ""
+    return f"{' and '.join(missing)} not found" if missing else ""
 
 
 def _preset_problems(config_dir: str | None) -> list[str]:
     """Returns a line if --config-dir has no presets."""
     if config_dir is None or any(Path(config_dir).glob("*/**/*.yaml")):
         return []
-    return [
-        f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no"
-        " presets"
-    ]
+    return [f"--config-dir {config_dir}: has no presets, such as precision/mine.yaml"]

@@ -86,16 +86,13 @@ def _storage_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
             )
     if level(precision) == "O3" and part.shard == "none":
         yield (
-            "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or"
-            " zero2 splits its state"
+            "opt_level=O3: needs more than O2's 6 B/param on one rank; storage.shard=zero1 or"
+            " zero2 shards its state"
         )
     if recipe.lora.enabled:
-        yield "lora.enabled=true: masters, gradients and moments are of adapters alone"
+        yield "lora.enabled=true: only adapters have masters, gradients and moments"
     if precision.storage.shard not in ("auto", "none") and part.shards == 1:
-        yield (
-            f"storage.shard={precision.storage.shard}: splits state over data-parallel ranks; on"
-            " one there is nothing to split"
-        )
+        yield (f"storage.shard={precision.storage.shard}: no effect on one data-parallel rank")
 
 
 def _single_microbatch_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
@@ -109,14 +106,11 @@ def _single_microbatch_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
     if trainer.global_batch_size > trainer.micro_batch_size * data_parallel:
         return
     if precision.fp8.keep_transpose_cache:
-        yield (
-            "fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each"
-            " transpose once"
-        )
+        yield ("fp8.keep_transpose_cache=true: no effect with one microbatch per step")
     # A backend with its own state always accumulates like this. There is nothing to change.
     has_choice = not capabilities(precision.backend).own_state
     if precision.storage.accumulate == "stored" and has_choice:
-        yield "storage.accumulate=stored: adds up nothing, a step has one microbatch"
+        yield "storage.accumulate=stored: no effect with one microbatch per step"
 
 
 def _single_rank_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
@@ -135,9 +129,9 @@ def _single_rank_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
     if same_parameters * strategy.size == 1:
         unused += changed(recipe.trainer.timeout)
         if unused:
-            yield f"{', '.join(unused)}: of several ranks; one sends nothing and waits for none"
+            yield f"{', '.join(unused)}: no effect on one rank"
     elif unused:
-        yield f"{', '.join(unused)}: of several data-parallel ranks, and there is one"
+        yield f"{', '.join(unused)}: no effect on one data-parallel rank"
 
 
 def _folder_remarks(recipe: Recipe) -> Iterator[str]:
@@ -149,10 +143,10 @@ def _folder_remarks(recipe: Recipe) -> Iterator[str]:
     if not checkpoint.every_minutes:
         settings = f"checkpoint.every_n_steps={interval}, trainer.max_steps={steps}"
         if 1 < saves < checkpoint.keep:
-            yield f"checkpoint.keep={checkpoint.keep}: there are {saves} checkpoints; {settings}"
+            yield f"checkpoint.keep={checkpoint.keep}: the run saves only {saves} checkpoints; {settings}"
         unused = changed(checkpoint, "keep", "async_save")
         if interval >= steps and unused:
-            yield f"{', '.join(unused)}: there is one checkpoint, the last; {settings}"
+            yield f"{', '.join(unused)}: the run saves only one checkpoint; {settings}"
     if log.folder:
         yield from unused_log_dir(log, "log.folder", log.folder)
 
@@ -167,7 +161,7 @@ def unused_log_dir(log: Log, key: str, folder: str) -> Iterator[str]:
     """
     changed_keys = changed(log, "dir")
     if changed_keys and Path(log.dir).absolute() not in Path(folder).absolute().parents:
-        yield f"{changed_keys[0]}: makes no folder, {key}={folder} is the run folder"
+        yield f"{changed_keys[0]}: no effect, {key}={folder} is the run folder"
 
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")

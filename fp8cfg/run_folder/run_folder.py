@@ -99,7 +99,7 @@ def take_lock(files: RunFiles) -> FileIO:
         file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise RunFolderInUse(
-                f"{files.path} is in use by {holder or 'another process'}"
+                f"{files.path}: in use by {holder or 'another process'}; wait for it or stop it"
             ) from error
         raise
     file.truncate(0)
@@ -209,7 +209,10 @@ class RunFolder:
             if not run.files.kind(part)
         ]
         if missing:
-            raise RunFolderError(f"{path} is not a run folder: there is no {missing[0]}")
+            raise RunFolderError(
+                f"{path}: not a run folder, {missing[0]} is missing; check the path, as in fp8cfg resume"
+                " runs/NAME"
+            )
         if lock:
             run.lock()
         return run
@@ -222,15 +225,13 @@ class RunFolder:
         except (OSError, ValueError) as e:
             if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
                 raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
-            missing = isinstance(e, FileNotFoundError | NotADirectoryError)
-            why = (
-                "it is a file"
-                if Path(path).is_file()
-                else f"there is no {path}"
-                if missing
-                else str(e)
-            )
-            raise RunFolderError(f"{path} is not a run folder: {why}") from None
+            if Path(path).is_file():
+                why = "not a run folder, but a file"
+            elif isinstance(e, FileNotFoundError | NotADirectoryError):
+                why = "run folder not found; check the path, as in fp8cfg resume runs/NAME"
+            else:
+                why = f"not a run folder ({e})"
+            raise RunFolderError(f"{path}: {why}") from None
 
     @property
     def path(self) -> Path:

@@ -148,7 +148,7 @@ class Recipe(Node):
             ConfigError: `other` is not a recipe.
         """
         if not isinstance(other, Recipe):
-            advice = "compose(['recipe=llama_8b']) gives one"
+            advice = "compose(['recipe=llama_8b']) returns one"
             if isinstance(getattr(other, "recipe", None), Recipe):
                 advice = "pass job.recipe"
             raise ConfigError(f"diff: expected a Recipe, got {type(other).__name__}; {advice}")

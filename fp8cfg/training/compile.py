@@ -172,7 +172,7 @@ def compiles(
     if not registry.capabilities(backend).compiles:
         if wanted == "on":
             raise ConfigError(
-                f"trainer.compile=on: layers of backend={backend} are not compiled; set it to off"
+                f"trainer.compile=on: backend={backend} does not support torch.compile; set it to off"
             )
         return False
     if wanted == "on":

@@ -69,8 +69,8 @@ def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
         return load_tokenizer(tokenizer_path(name))
     except DataError as e:
         raise ConfigError(
-            f"data.tokenizer=null: {name}, the pretrained model, has no tokenizer that can be used"
-            f" ({e}); set data.tokenizer=FOLDER, or data.tokenizer=bytes"
+            f"data.tokenizer=null: the pretrained model {name} has no usable tokenizer ({e}); set"
+            " data.tokenizer=FOLDER or data.tokenizer=bytes"
         ) from None
 
 
@@ -166,7 +166,7 @@ def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
         files = {file.resolve() for at in trained for file in source_files(d.name, at)}
         if shared := [file for file in source_files(d.name, path) if file.resolve() in files]:
             raise DataError(
-                f"{shared[0]} is a file of data.path too; name those by a pattern such as train-*,"
+                f"{shared[0]} is also a file of data.path; exclude it with a pattern such as train-*,"
                 " or move it away"
             )
         return _samples(recipe, _whole(recipe, path, tokenizer), d.eod_mask_loss)
@@ -255,7 +255,7 @@ def validation_batches(
     """
     t = recipe.trainer
     if held_out is None:
-        raise ConfigError("data.validation_path=null: nothing of a stream is held out; set a path")
+        raise ConfigError("data.validation_path=null: a stream has no held-out part; set a path")
     try:
         share = batch_share(t.strategy, world.rank, world.size)
         return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)

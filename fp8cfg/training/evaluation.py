@@ -171,7 +171,7 @@ def held_out(recipe: Recipe) -> Samples:
     _, samples = run_data(recipe)
     if samples is None:
         raise ConfigError(
-            "data.validation_path=null: this run held out no data; name text with --data FILE"
+            "data.validation_path=null: this run has no held-out data; pass a text with --data FILE"
         )
     return samples
 
@@ -250,18 +250,18 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
         path = BYTES if data.tokenizer == BYTES else chosen_tokenizer(run.recipe)
     if path is None and data.name == "tokens":
         raise ConfigError(
-            "--tokenizer: the run was trained on token files, which do not say how they were made;"
-            " name a tokenizer.json or its folder, or write --tokenizer bytes"
+            "--tokenizer: the run was trained on token files, which do not store their"
+            " tokenizer; pass a tokenizer.json, its folder, or --tokenizer bytes"
         )
     tokenizer = named_tokenizer(None if path == BYTES else path)
     if run.tokenizer_sha256 not in (None, tokenizer.sha256):
         raise ConfigError(
-            f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "
-            f"{run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}..."
+            f"{path or 'bytes'}: not the tokenizer of the run, with sha256"
+            f" {run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}..."
         )
     if tokenizer.size > run.recipe.model.vocab_size:
         raise ConfigError(
-            f"{path}: has {tokenizer.size} tokens, the model of the run {run.recipe.model.vocab_size}"
+            f"{path}: has {tokenizer.size} tokens, the model only {run.recipe.model.vocab_size}"
         )
     return tokenizer
 

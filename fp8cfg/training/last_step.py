@@ -77,7 +77,7 @@ class LastStep:
         # More calls than recorded steps: the optimizer step began, but did not end.
         is_whole = self._job.steps_begun - self._steps_before == self._recorded
         if not is_whole:
-            self._say("the error came from the optimizer step: nothing is saved after it")
+            self._say("the error came from the optimizer step, so no checkpoint is saved")
             return
         try:
             self._save(skipping)
@@ -101,7 +101,7 @@ class LastStep:
             self._forget_amaxes()
         if self._saver.save(self._recorded, skipping, last=True, rng=rng):
             self._say(
-                f"step {self._recorded}, the last whole one, is saved; you can resume from it"
+                f"step {self._recorded}, the last complete one, is saved; you can resume from it"
             )
 
     def _forget_amaxes(self) -> None:

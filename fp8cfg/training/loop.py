@@ -8,6 +8,7 @@ host waits for all launched steps.
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 import time
 from collections import deque
@@ -222,8 +223,7 @@ class _Training:
             self.saver.check_room()
             if self.signals is not None and self.signals.stop_requested():
                 raise Interrupted(
-                    f"stopped before step {first_step + 1} of {self.max_steps}; resume goes on from"
-                    " there"
+                    f"stopped before step {first_step + 1} of {self.max_steps}; {self._resume_advice()}"
                 )
             if self.world.first:
                 progress = Progress(self.recipe, self.say, self.can_draw, self._peak())
@@ -383,8 +383,14 @@ class _Training:
                 self.say(f"step {num_done} is saved; the data of a later step cannot be used")
                 raise DataError(problem)
         raise Interrupted(
-            f"stopped after step {num_done} of {self.max_steps}; resume goes on from there"
+            f"stopped after step {num_done} of {self.max_steps}; {self._resume_advice()}"
         )
+
+    def _resume_advice(self) -> str:
+        """Returns the command that continues a stopped run."""
+        if self.run is None:
+            return "continue with fp8cfg resume"
+        return f"continue with fp8cfg resume {shlex.quote(str(self.run.path))}"
 
     def _has_signal(self) -> bool:
         """Whether this rank got a signal."""
@@ -546,12 +552,12 @@ class _Training:
         lr = self.job.schedule.lr_at(steps)
         if old_lr == lr or num_done >= self.max_steps:
             return
-        ratio = f", {lr / old_lr:.3g} times as high" if old_lr else ""
+        ratio = f" ({lr / old_lr:.3g} times as high)" if old_lr else ""
         self.say(
             wrapped(
-                f"note: the learning rate of step {num_done + 1} is {lr:.3g}{ratio}, for the"
-                " schedule has changed; by the schedule of the checkpoint it is"
-                f" {old_lr:.3g}. Set optim.lr and optim.lr_decay_style to choose another"
+                f"note: the learning rate of step {num_done + 1} is {lr:.3g}{ratio}, because"
+                f" the schedule has changed; with the checkpoint's schedule it is {old_lr:.3g}. To"
+                " change it, set optim.lr and optim.lr_decay_style"
             )
         )
 
@@ -607,7 +613,7 @@ class _Training:
             if self.job.loss_scaler is None:
                 raise Diverged(f"all {num_done} steps were bad and skipped (trainer.on_bad_step)")
             raise Diverged(
-                f"all {num_done} steps were skipped, gradients overflowed; raise trainer.max_steps"
+                f"all {num_done} steps were skipped because gradients overflowed; raise trainer.max_steps"
                 " or lower precision.initial_loss_scale"
             )
         problems = [

@@ -164,8 +164,8 @@ class RunLogs:
         interval = self._statistics_interval
         if interval and not any(fp8_linears(self.job.model)):
             raise ConfigError(
-                f"log.fp8_stats_every_n_steps={interval}: backend {self.job.choice.backend} has"
-                " no such statistics; set backend=native or remove it"
+                f"log.fp8_stats_every_n_steps={interval}: backend={self.job.choice.backend} has"
+                " no FP8 statistics; set backend=native or remove it"
             )
         self._metrics = _open_log(run.files, METRICS, done, opened)
         # An existing log is opened even without an interval, to drop its later lines.
@@ -197,8 +197,8 @@ class RunLogs:
             gaps.append(f"{first} to {last}" if first < last else str(first))
         more = f" and {len(gaps) - 4} more gaps" if len(gaps) > 4 else ""
         return (
-            f"note: {METRICS} has no lines of steps {', '.join(gaps[:4])}{more}, which the"
-            " checkpoint has; a crash of the machine or an edit lost them, and training is as before"
+            f"note: {METRICS} has no lines for steps {', '.join(gaps[:4])}{more}; a crash of the"
+            " machine or an edit lost them, but training continues from the checkpoint as usual"
         )
 
     def evaluated(self, done: int) -> bool:

@@ -48,7 +48,7 @@ OpenFolder = Callable[[], RunFolder]
 """Opens or creates a run folder, locked for this process."""
 
 
-@refuses_recipe_keys("set recipe.{key}; fit expects a Job, and fp8cfg.build(recipe) gives one")
+@refuses_recipe_keys("set recipe.{key}; fit expects a Job, and fp8cfg.build(recipe) returns one")
 def fit(
     job: Job,
     folder: str | Path | RunFolder | None = None,
@@ -85,7 +85,7 @@ def fit(
     """
     if not isinstance(job, Job):
         raise ConfigError(
-            f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one"
+            f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) returns one"
         )
     _check_callbacks(callbacks)
     world = world or current()
@@ -143,7 +143,7 @@ def _resume_job(
         return resume_run(run, lambda _: job.recipe, start, say_first, is_restart=True)
 
 
-@refuses_recipe_keys("write overrides=['{key}=VALUE']")
+@refuses_recipe_keys("pass overrides=['{key}=VALUE']")
 def resume(
     folder: str | Path,
     overrides: Iterable[str] = (),
@@ -460,8 +460,8 @@ def recipe_for_resume(
     if loaded:
         for key in resume_rules.changes(before, written):
             say(
-                f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a"
-                " word to change it"
+                f"note: {key}: recipe.yaml differs from the checkpoint; using the checkpoint; to"
+                f" change it, pass {key}=VALUE"
             )
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
@@ -502,8 +502,8 @@ def _check_folder(run: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
         if key == "folder" and value and Path(value).resolve() == run.path.resolve():
             continue
         problems.append(
-            f"log.{key}={value}: a run is resumed in its own folder, {run.path}; drop it, or copy"
-            " the folder and resume that"
+            f"log.{key}={value}: a resumed run stays in {run.path}; remove log.{key}, or copy the"
+            " folder and resume the copy"
         )
     return problems
 
@@ -588,7 +588,7 @@ def resume_smoke(
         # Equality covers equal infinite losses, and "not <=" rejects NaN.
         if not (old == new or abs(old - new) <= tolerance):
             raise ResumeDiffers(
-                f"resume: step {STEPS} from {name} has a {kind} loss of {new!r}, and had {old!r}"
+                f"resume: step {STEPS} from {name} has a {kind} loss of {new!r}, but it was {old!r}"
                 " before"
             )
     losses = f"losses within {LOSS_TOLERANCE:g}"
@@ -638,9 +638,9 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
             callable(getattr(callback, name, None)) for name in ("step", "evaluation", "save")
         )
         if is_class or not has_methods:
-            remedy = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
+            remedy = f"; pass {callback.__name__}()" if isinstance(callback, type) else ""
             raise ConfigError(
-                "callbacks: expected objects of a class below fp8cfg.Callback, got"
+                "callbacks: expected objects of a subclass of fp8cfg.Callback, got"
                 f" {callback!r:.40}{remedy}"
             )
 

@@ -103,8 +103,8 @@ class StopSignals:
         with suppress(OSError):
             os.write(
                 2,
-                f"{self.received.name}: stopping as soon as all is saved; once more to exit at"
-                " once\n".encode(),
+                f"{self.received.name}: saving a checkpoint and exiting; repeat to exit without"
+                " saving\n".encode(),
             )
 
     def _outermost(self, number: int) -> Any:

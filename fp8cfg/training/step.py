@@ -463,18 +463,18 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
         try:
             inspect.signature(job.model.forward).bind(*batch)
         except TypeError as error:
-            problem = f"cannot be called so: {error}"
+            problem = f"does not accept them: {error}"
     if not problem:
         loss = job.forward(*batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        problem = f"gives {type(loss).__name__}"
+        problem = f"returns {type(loss).__name__}"
         if isinstance(loss, Tensor):
-            problem = f"gives a tensor of shape {[*loss.shape]}"
+            problem = f"returns a tensor of shape {[*loss.shape]}"
     raise ConfigError(
-        "fit: trains models whose model(tokens, targets) is the loss, and"
-        f" {type(job.model).__name__} {problem}; give build a module that returns the loss, or"
-        " train job.model in a loop of your own"
+        "fit: needs a model whose model(tokens, targets) returns the loss, but"
+        f" {type(job.model).__name__} {problem}; pass such a module to build, or train job.model"
+        " in your own loop"
     )
 
 

@@ -368,7 +368,6 @@ class RunWeights:
         }
         if wrong := [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]:
             raise ConfigError(
-                f"{self._path}: has other weights than the Transformer of its recipe, {wrong[0]}"
-                " among them; a model of your own is saved by its own library, after"
-                " fp8cfg.convert_back(model)"
+                f"{self._path}: weights such as {wrong[0]} do not belong to its recipe's Transformer;"
+                " save a custom model with its own library, after fp8cfg.convert_back(model)"
             )

@@ -312,7 +312,7 @@ def test_coverage_sees_products_that_are_not_fp8(
 ) -> None:
     made = job()
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
-    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8 before this step"):
+    with pytest.raises(fp8cfg.NotFP8Error, match="no layer ran in FP8 before this step"):
         list(steps(made, 1))
     with pytest.raises(fp8cfg.NotFP8Error, match="planned e4m3 x e4m3, ran high precision"):
         made.prove()

@@ -40,7 +40,7 @@ CASES = {
         "storage.accumulate=stored",
     ),
 }
-INSTEAD = r"fp8cfg\.averaged\(job\) averages the masters, and fp8cfg\.convert_back\(model\) gives plain weights$"
+INSTEAD = r"fp8cfg\.averaged\(job\) averages the masters, and fp8cfg\.convert_back\(model\) returns plain weights$"
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -102,7 +102,8 @@ def test_timms_way_which_writes_into_the_state_dict_of_a_copy(job: fp8cfg.Job, w
             WRITES[write](mine, now)
 
     with pytest.raises(
-        RuntimeError, match=f"a write to it would be lost: load_state_dict stores one, {INSTEAD}"
+        RuntimeError,
+        match=f"a change of its copy would be lost; load_state_dict stores a weight, {INSTEAD}",
     ):
         update()
     ema.load_state_dict(before)

@@ -89,6 +89,6 @@ def test_an_average_that_cannot_be_had_is_refused() -> None:
     job.prepared.owner = {"layers": 1}
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"^averaged: storage\.shard=none leaves each rank parts of weights or masters",
+        match=r"^averaged: storage\.shard=none gives each rank only shards of weights or masters",
     ):
         fp8cfg.averaged(job)

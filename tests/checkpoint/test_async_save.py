@@ -104,13 +104,13 @@ def test_a_save_that_fails_is_said_and_the_next_one_tries_again(
 
     def save(root: Any, step: int, *rest: Any) -> Path:
         if step == 2:
-            raise CheckpointError("cannot save step 2 in x: no space")
+            raise CheckpointError("step 2 was not saved in x: no space")
         return real(root, step, *rest)
 
     monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     run(tmp_path / "run", said)
     assert [line for line in said if "cannot save" in line] == [
-        "cannot save step 2 in x: no space; older checkpoints stay, and the next save tries again"
+        "step 2 was not saved in x: no space; older checkpoints are intact, and the next save tries again"
     ]
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
         f"step-{n:08d}" for n in (1, 3, 4)

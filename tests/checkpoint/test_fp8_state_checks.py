@@ -82,7 +82,7 @@ def test_it_starts_anew_where_that_is_asked_for(
     else:
         fp8cfg.resume(runs[1], ["trainer.max_steps=5"], recalibrate_fp8=True)
     out = capsys.readouterr()
-    line = "--recalibrate-fp8: scales and amax histories of 4 layers start anew"
+    line = "--recalibrate-fp8: reset scales and amax histories of 4 layers"
     assert line in out.out and "started anew" not in out.err
     whole, anew = (metrics.read(run / "metrics.jsonl")[-1] for run in runs)
     # The weights are the same, and each tensor has a scale of its own first step again.

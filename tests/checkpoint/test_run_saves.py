@@ -21,6 +21,7 @@ from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays
 from fp8cfg.composition import to_yaml
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderNotWritable
+from fp8cfg.schema.tables import size as shown_size
 from fp8cfg.training import loop, signals
 from fp8cfg.training.metrics import read
 from fp8cfg.training.step import StepResult
@@ -38,14 +39,14 @@ def test_a_save_that_fails_is_said_and_tried_again(
 
     def save(root: Any, step: int, *rest: Any) -> Path:
         if step in (2, 3):
-            raise CheckpointError(f"cannot save step {step} in x: not enough space")
+            raise CheckpointError(f"step {step} was not saved in x: not enough space")
         return real(root, step, *rest)
 
     monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     folder = fit(tmp_path, "checkpoint.every_n_steps=1", "checkpoint.keep=9", say=said.append)
     assert saved(folder.path) == ["step-00000001", "step-00000004"]
     assert [s for s in said if "cannot save" in s] == [
-        f"cannot save step {n} in x: not enough space; older checkpoints stay, and the next save tries again"
+        f"step {n} was not saved in x: not enough space; older checkpoints are intact, and the next save tries again"
         for n in (2, 3)
     ]
 
@@ -94,7 +95,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(
         free[0] = need - 1
         with pytest.raises(
             RunFolderNotWritable,
-            match=f"not enough space for one checkpoint: needs {need} bytes, {need - 1} are free",
+            match=f"no room for a checkpoint: needs {shown_size(need)}, {shown_size(need - 1)} free",
         ) as e:
             fp8cfg.fit(job, folder, say=lambda _: None)
         assert e.value.exit_code == 5 and job.optimizer.steps == 0
@@ -213,7 +214,7 @@ def test_a_command_that_was_told_to_stop_before_its_first_step_ends_with_75(
 
     monkeypatch.setattr(run_header, "header", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or "")
     assert main([*SMALL, *WORDS, f"log.dir={tmp_path}"]) == 75
-    assert "stopped before step 1 of 4; resume goes on from there" in capsys.readouterr().err
+    assert "stopped before step 1 of 4; continue with fp8cfg resume" in capsys.readouterr().err
 
 
 def test_a_hangup_is_left_alone_under_nohup() -> None:

@@ -248,9 +248,9 @@ def test_what_one_rank_cannot_write_is_saved_by_none(
 ) -> None:
     folder, ranks = two
     assert [rank["full"] for rank in ranks] == [
-        f"cannot save step 1 in {folder / 'full'}: rank 1: [Errno 28] No space left on device"
+        f"step 1 was not saved in {folder / 'full'}: rank 1: [Errno 28] No space left on device"
     ] * 2
-    start = f"cannot save step 1 in {folder / 'full'}: "
+    start = f"step 1 was not saved in {folder / 'full'}: "
     for rank in ranks:
         assert rank["errors"] == [f"{start}rank 1: it broke"] * 2
         assert rank["overlap"].startswith(f"{start}rank 0: ")
@@ -271,7 +271,7 @@ def test_ranks_that_read_unlike_checkpoints_do_not_go_on(
     two: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     """As where one sees another file system, or passed over the newest by itself: they trained, and the first ended well."""
-    said = "rank 0 would go on from step 4 and rank 1 from step 2 of another checkpoint; "
+    said = "rank 0 would resume from step 4, but rank 1 from step 2 of another checkpoint; "
     assert all(rank["unlike"].startswith(said) for rank in two[1])
 
 
@@ -448,5 +448,5 @@ def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(
     file.write_bytes(data)
     done = launch(2, "resume", str(tmp_path / "run"), "trainer.max_steps=3")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "checkpoint passed over" in done.stdout and "sha256" in done.stdout
+    assert "skipped damaged checkpoint" in done.stdout and "sha256" in done.stdout
     assert trained_model.load(tmp_path / "run", print).step == 3

@@ -15,26 +15,26 @@ from tests.support.storage_rows import FP8, OWN, after, words
 @pytest.mark.parametrize(
     ("before", "now", "line"),
     [
-        (f"{FP8}", "opt_level=O2", "opt_level=O2: this run has null; start a new run"),
+        (f"{FP8}", "opt_level=O2", "opt_level=O2: this run has opt_level=null; start a new run"),
         (
             f"{FP8} opt_level=O2",
             "storage.exp_avg=fp8_pow2",
-            "storage.exp_avg=fp8_pow2: this run has auto; start a new run",
+            "storage.exp_avg=fp8_pow2: this run has storage.exp_avg=auto; start a new run",
         ),
         (
             f"{FP8} opt_level=O2",
             "opt_level=O1",
-            "opt_level=O1: this run has O2; start a new run",
+            "opt_level=O1: this run has opt_level=O2; start a new run",
         ),
         (
             f"{FP8} opt_level=O2",
             "opt_level=O3",
-            "opt_level=O3: this run has O2; start a new run",
+            "opt_level=O3: this run has opt_level=O2; start a new run",
         ),
         (
             f"{FP8} opt_level=O3",
             "fp8.exclude=['*linear_fc2']",
-            "fp8.exclude=['*linear_fc2']: this run has []; start a new run",
+            "fp8.exclude=['*linear_fc2']: this run has fp8.exclude=[]; start a new run",
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_the_state_it_has(before: str, now: str, line: str) 
 def test_an_allowed_change_then_fits(before: str, now: str, key: str) -> None:
     recipe = small(*before.split(), "optim.lr=1e-3")
     other = fp8cfg.compose([now], base=recipe)
-    with pytest.raises(fp8cfg.ConfigError, match=f"resume it with --allow {key}"):
+    with pytest.raises(fp8cfg.ConfigError, match=f"to change it, add --allow {key}"):
         resume_rules.refuse_changes(recipe, other, [])
     resume_rules.refuse_changes(recipe, other, [key])
     job, changed = fp8cfg.build(recipe), fp8cfg.build(other)

@@ -135,7 +135,7 @@ def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -
     [
         (
             "opt_level=O3",
-            "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state",
+            "opt_level=O3: needs more than O2's 6 B/param on one rank; storage.shard=zero1 or zero2 shards its state",
         ),
         (
             "fp8.params=false opt_level=O2 optim.lr=3e-5",
@@ -149,7 +149,7 @@ def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -
         ),
         (
             "storage.shard=zero1",
-            "storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split",
+            "storage.shard=zero1: no effect on one data-parallel rank",
         ),
     ],
 )
@@ -170,7 +170,9 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
         "storage.shard=zero1",
         "trainer.devices=2",
         "trainer.global_batch_size=32",
-    ) == ["trainer.devices=2: meant for 2 GPUs, this machine has none; fp8cfg plan needs none"]
+    ) == [
+        "trainer.devices=2: needs 2 GPUs, this machine has none; you can still run fp8cfg plan here"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +180,13 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     [
         (
             f"recipe=llama_8b {BYTES} trainer.strategy.pipeline_model_parallel_size=2",
-            ["trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none"],
+            [
+                "trainer.devices=8: needs 8 GPUs, this machine has none; you can still run fp8cfg plan here"
+            ],
         ),
         ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
         ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),
-        ("precision=bf16_fp8 backend=te", ["backend=te: no kernels; backend=native runs here"]),
+        ("precision=bf16_fp8 backend=te", ["backend=te: no kernels; set backend=native"]),
         ("data=text data.path=nowhere", ["data.path=nowhere: no such file or folder here"]),
         (
             "data=text data.path=there.idx data.validation_path=gone",
@@ -223,15 +227,13 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
         (
             "model.vocab_size=256",
             [
-                "model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; set 272 or more"
+                "model.vocab_size=256: too small for bytes and the end token, which data=stdlib uses without data.tokenizer; set it to 272 or more"
             ],
         ),
         ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
         (
             "-cd empty",
-            [
-                "--config-dir empty: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"
-            ],
+            ["--config-dir empty: has no presets, such as precision/mine.yaml"],
         ),
         ("-cd own", []),
     ],
@@ -280,7 +282,9 @@ def test_gpus_are_counted_without_torch(capsys: Out, tmp_path: Path) -> None:
     )
     assert notes(
         capsys, "trainer.devices=8", "trainer.num_nodes=2", "trainer.global_batch_size=256"
-    ) == ["trainer.devices=8: meant for 2 x 8 GPUs, this machine has 4; fp8cfg plan needs none"]
+    ) == [
+        "trainer.devices=8: needs 2 x 8 GPUs, this machine has 4; you can still run fp8cfg plan here"
+    ]
 
 
 def test_json(capsys: Out) -> None:

@@ -155,7 +155,7 @@ def test_a_recipe_file_and_a_folder_of_ones_own(
         ("--cfg job -p fp9", "--package fp9: no such key; did you mean 'fp8'?"),
         (
             "--cfg job fp8.margin=0,1",
-            "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
+            "fp8.margin=0,1: several values are a sweep, but a run takes one; run fp8cfg sweep fp8.margin=0,1",
         ),
         (
             "--cfg job fp8.margin=1",

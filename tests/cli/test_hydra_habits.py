@@ -112,8 +112,7 @@ def test_hydra_run_dir_is_the_run_folder(
     capsys.readouterr()
     assert main(["hydra.run.dir=a", "log.dir=b"]) == 0
     assert (
-        capsys.readouterr().err
-        == "note: log.dir=b: makes no folder, hydra.run.dir=a is the run folder\n"
+        capsys.readouterr().err == "note: log.dir=b: no effect, hydra.run.dir=a is the run folder\n"
     )
     assert main(["hydra.run.dir=${log.dir}/c/d", "log.dir=b"]) == 0 and not capsys.readouterr().err
     assert main(["hydra.run.dir=rü é"]) == 0 and folders[-1] == Path("rü é")

@@ -248,6 +248,6 @@ def test_a_cache_that_cannot_be_made_is_one_line(
 def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     with pytest.raises(
-        ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): Fiddle needs the docstrings"
+        ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): it removes the docstrings"
     ):
         builder.import_graph()

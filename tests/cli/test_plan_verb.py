@@ -87,12 +87,12 @@ FP8 copies       192.2 KiB      0.1  scales, amax histories
 activations       14.0 MiB           16 x 256 tokens, recompute full
 logits            12.8 MiB           vocab_size=272
 backward          39.3 MiB           one layer again
-to come           -8.5 MiB           less: gradients come as activations go
+to come           -8.5 MiB           less: freed before gradients exist
 total            111.2 MiB
 activations, backward: none 147.7 MiB, selective 126.7 MiB, full 57.6 MiB
 fits h100, 79.1 GiB: 79.0 GiB to spare
 
-published gains of FP8 over BF16, not measured here
+published speedups of FP8 over BF16, not measured here
   1.69x  linear layers' GEMMs with quantization, H200 NVL
          nvidia.github.io/TransformerEngine, GEMM Speedups Across Precisions
 sizes here: hidden 256, MLP 768, 4096 tokens: smaller than hidden 4096, MLP
@@ -166,9 +166,9 @@ def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(
     assert "\nmodel: 8.03B parameters (8,030,261,248)\n" in out
     assert (
         """
-together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
-  from step to step, and beside that: FP8 copies 1.7, accumulation 2.8, other
-  parameters, in wider formats, 0.3
+total 10.9 B/param: 6 of the chart, for a parameter of a linear layer between
+  steps, and FP8 copies 1.7, accumulation 2.8, other parameters, in wider
+  formats, 0.3
 """
         in out
     )
@@ -192,7 +192,7 @@ last stage        15       6.24B  46.5 GiB
     )
     assert (
         "FP8: 504 of 505 linear layers" in out
-        and "of the middle stage, which takes most" in out
+        and "of the middle stage, the largest" in out
         and "\nfits h100, 79.1 GiB: 22.3 GiB to spare\n" in out
     )
     assert "too small to win: none" in out
@@ -206,10 +206,10 @@ def test_a_layout_that_is_not_run_is_planned_and_refused(
     assert "; set opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
     assert lines[-1].endswith(" trainer.smoke=true")
     assert (
-        "\ndoes not run as it stands: opt_level=O2: goes with data parallelism only, not\n" in out
+        "\ndoes not run: opt_level=O2: goes with data parallelism only, not\n" in out
         and "\nruns with: trainer.smoke=true\n" in out
     )
-    assert "\nplanned for, not run: training in this version has no such layout\n" in out
+    assert "\nplan only: training does not support this layout\n" in out
     assert (
         "\nfits h100, 79.1 GiB, as planned for: " in out and max(map(len, out.splitlines())) <= 80
     )
@@ -241,7 +241,7 @@ def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> 
             ["precision=bf16_fp8"],
             [
                 "backend on a CPU (name a GPU: --gpu h100): native",
-                "gains: none, FP8 is emulated here",
+                "speedup: none, this machine emulates FP8",
             ],
         ),
         (
@@ -251,7 +251,7 @@ def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> 
         (["precision=fp16"], ["loss scaling  LossScaler(initial_loss_scale=4.29497e+09"]),
         (
             ["precision=bf16_fp8", "fp8.emulate=true", "--gpu", "a100-40"],
-            ["fp8.emulate=true", "gains: none, FP8 is emulated here"],
+            ["fp8.emulate=true", "speedup: none, this machine emulates FP8"],
         ),
     ],
 )
@@ -270,7 +270,7 @@ def test_what_is_said(
             ["precision=bf16_fp8", "--gpu", "a100-80"],
             [
                 "cannot run on a100-80: fp8.enabled=true: this GPU has compute capability 8.0,\n  FP8 needs",
-                "gains: none, a100-80 has no FP8 units",
+                "speedup: none, a100-80 has no FP8 units",
             ],
         ),
         (
@@ -388,12 +388,12 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
         (["--gpus", "²"], "--gpus ²: expected a number of GPUs, 1 to 9999999"),
         (
             ["recipe=llama_8b", "--gpus", "7"],
-            "7 GPUs: not a multiple of tensor x pipeline x context parallel = 2; nearest is 8 (--gpus 8)",
+            "7 GPUs: must be a multiple of tensor x pipeline x context parallel size = 2; nearest is 8 (--gpus 8)",
         ),
         (["--gpu", "h1000"], "--gpu h1000: no such GPU in the table; did you mean 'h100'?"),
         (
             ["--gpu", "h100", "trainer.accelerator=cpu"],
-            "--gpu h100: trainer.accelerator=cpu runs on none; drop one of the two",
+            "--gpu h100: trainer.accelerator=cpu uses no GPU; remove one of them",
         ),
         (["--tree", "--dot"], "--tree --dot: choose one"),
         (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
@@ -421,7 +421,7 @@ def test_too_little_fp8_has_one_exit_code(
 ) -> None:
     words = ["recipe=llama_tiny", "precision=bf16_fp8", "fp8.min_coverage=0.95"]
     assert main([*verb, *words, f"log.dir={tmp_path}"]) == 3
-    line = "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8"
+    line = "fp8.min_coverage=0.95: only 90.5% of matmul FLOPs would run in FP8"
     assert line in "".join(capsys.readouterr()) and list(tmp_path.iterdir()) == []
 
 

@@ -245,10 +245,10 @@ def test_presets_that_no_word_chooses_are_said_to_change_nothing(
     [
         (
             "hydra: {run: {dir: x}}",
-            "recipe.yaml: hydra: settings of Hydra itself are not part of a recipe",
+            "recipe.yaml: hydra: Hydra's own settings are not part of a recipe",
         ),
         ("x" * (1 << 20), "recipe.yaml: larger than 256 KB"),
-        (None, "is not a run folder: there is no "),
+        (None, "recipe.yaml is missing; check"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_refused(

@@ -220,7 +220,10 @@ def test_a_model_that_is_loaded_has_no_float32_original(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["sample", "nowhere", "x"], "nowhere is not a run folder: there is no nowhere"),
+        (
+            ["sample", "nowhere", "x"],
+            "nowhere: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+        ),
         (["sample", "RUN"], "sample: needs a run folder and a prompt"),
         (["sample", "RUN", "- item"], "- item: no such option; what is none stands after --"),
         (["sample", "RUN", "--", "- item", "x"], "sample: needs a run folder and a prompt"),
@@ -246,7 +249,10 @@ def test_a_model_that_is_loaded_has_no_float32_original(
             "data.tokenizer=gone: no such file or folder",
         ),
         (["evaluate", "RUN", "--data", "gone"], "--data gone: no such file or folder"),
-        (["evaluate", "hf://o/n"], "hf://o/n is not a run folder: there is no hf://o/n"),
+        (
+            ["evaluate", "hf://o/n"],
+            "hf://o/n: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+        ),
         (
             ["evaluate", "RUN", "--data", "hf://o/n"],
             "--data hf://o/n: is a URL, not a local path",

@@ -113,16 +113,16 @@ REFUSED = [
             "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?",
         ],
     ),
-    ("recipe=glob(x*)", ["recipe=glob(x*): no recipe matches; fp8cfg list recipe has them"]),
+    ("recipe=glob(x*)", ["recipe=glob(x*): no recipe matches; see fp8cfg list recipe"]),
     (
         "fp8.margin=rnge(0,3)",
         ["fp8.margin=rnge(0,3): no such function 'rnge'; did you mean 'range'?"],
     ),
     (
         "fp8.margin=glob(*)",
-        ["fp8.margin=glob(*): glob() chooses among presets, and fp8.margin is no group of them"],
+        ["fp8.margin=glob(*): glob() matches presets, but fp8.margin is not a group of presets"],
     ),
-    ("fp8.margin=range(1,5,0)", ["fp8.margin=range(1,5,0): a range that has no end"]),
+    ("fp8.margin=range(1,5,0)", ["fp8.margin=range(1,5,0): the range has no end"]),
     ("trainer.seed=range(0,1000000000)", [f"more than {MAX_JOBS} jobs in one sweep"]),
     (
         "trainer.seed=range(0,100) fp8.margin=range(0,17)",
@@ -130,14 +130,17 @@ REFUSED = [
     ),
     (
         "precision=bf16,{compute:fp16}",
-        ["precision=bf16,{compute:fp16}: expected names of presets alone"],
+        ["precision=bf16,{compute:fp16}: expected only names of presets"],
     ),
-    ("log.dir=a,b", ["log.dir=a,b: a sweep has one folder; write hydra.sweep.dir=FOLDER"]),
+    ("log.dir=a,b", ["log.dir=a,b: a sweep has one folder; set hydra.sweep.dir=FOLDER"]),
     (
         "name=${oc.env:HOME},b",
         ["name=${oc.env:HOME},b: interpolation is not accepted; write the value"],
     ),
-    ("+fp8.margin=0,1", ["+fp8.margin=0,1: every key exists already; write fp8.margin=0,1"]),
+    (
+        "+fp8.margin=0,1",
+        ["+fp8.margin=0,1: fp8.margin already exists; remove the +: fp8.margin=0,1"],
+    ),
     # a value that no combination can have is as wrong as a typo
     (
         "model.num_attention_heads=4,3 fp8.margin=0,1 precision=bf16_fp8",
@@ -170,7 +173,7 @@ REFUSED = [
     (
         "optim.lr=interval(1e-2,1e-4)",
         [
-            "optim.lr=interval(1e-2,1e-4): begins above its end; write optim.lr=interval(0.0001,0.01)"
+            "optim.lr=interval(1e-2,1e-4): starts above its end; write optim.lr=interval(0.0001,0.01)"
         ],
     ),
     (
@@ -212,7 +215,7 @@ def test_a_setting_of_another_launcher_is_said_to_be_its(
     assert main(["-m", "trainer.seed=1,2", "hydra.launcher.partition=gpu"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: Could not override 'hydra.launcher.partition'; it is of hydra/launcher=submitit_slurm\n"
+        == "error: Could not override 'hydra.launcher.partition'; it belongs to hydra/launcher=submitit_slurm\n"
     )
 
 
@@ -504,5 +507,5 @@ def test_a_signal_stops_the_sweep_after_a_checkpoint(tmp_path: Path) -> None:
 def test_the_last_argument_of_a_key_counts_as_in_a_single_run() -> None:
     words = ["fp8.margin=1", "trainer.max_steps=2,3", "fp8.margin=2"]
     assert [job[-1] for job in read(words, Library()).combinations] == ["fp8.margin=2"] * 2
-    with pytest.raises(fp8cfg.ConfigError, match="fp8 stands twice in this sweep"):
+    with pytest.raises(fp8cfg.ConfigError, match="fp8 is set twice in this sweep"):
         read(["fp8={margin: 1}", "fp8={interval: 2}", "optim.lr=1e-4,1e-3"], Library())

@@ -127,7 +127,7 @@ def test_a_checkpoint_goes_on(way: Way, trained: Any, tmp_path: Path) -> None:
     again = bring(way)
     loop = trainer(again, tmp_path)
     with (
-        pytest.warns(RuntimeWarning, match="scales and amax histories started anew")
+        pytest.warns(RuntimeWarning, match="scales and amax histories were reset")
         if way == "converted"
         else nullcontext()
     ):

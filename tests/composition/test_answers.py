@@ -128,7 +128,7 @@ ANSWERS = {
     "optim=adam": "optim=adam: expected keys of optim; write optim.name=adam",
     "model=llama_8b": "model=llama_8b: expected keys of model; did you mean 'recipe=llama_8b'?",
     "+fp8.foo=1": "fp8.foo: no such key",
-    "+fp8.margin=1": "+fp8.margin=1: every key exists already; write fp8.margin=1",
+    "+fp8.margin=1": "+fp8.margin=1: fp8.margin already exists; remove the +: fp8.margin=1",
     "+_target_=x": "_target_: a recipe cannot name code to run; values name things by registry key, as in optim.name=adamw",
     "precision=mxfp8": "precision=mxfp8: no such precision preset; did you mean 'bf16_mxfp8'?",
     "precision=nvfp4": "precision=nvfp4: no such precision preset; did you mean 'bf16_nvfp4'?",
@@ -220,11 +220,11 @@ ELSEWHERE = {
     (
         "check",
         "accelerate.yaml",
-    ): "accelerate.yaml: has the keys of another project; write: fp8cfg import accelerate accelerate.yaml",
+    ): "accelerate.yaml: has the keys of another project; run fp8cfg import accelerate accelerate.yaml",
     (
         "plan",
         "deepspeed.yaml",
-    ): "deepspeed.yaml: has the keys of another project; write: fp8cfg import deepspeed deepspeed.yaml",
+    ): "deepspeed.yaml: has the keys of another project; run fp8cfg import deepspeed deepspeed.yaml",
     (
         "check",
         "pretrain.sh",
@@ -238,11 +238,11 @@ ELSEWHERE = {
     (
         "check",
         "recipe=typo",
-    ): "recipe=typo: no such recipe; a file stands by itself: fp8cfg typo.yaml",
+    ): "recipe=typo: no such recipe; to run a file: fp8cfg typo.yaml",
     (
         "check",
         "recipe=typo.yaml",
-    ): "recipe=typo.yaml: no such recipe; a file stands by itself: fp8cfg typo.yaml",
+    ): "recipe=typo.yaml: no such recipe; to run a file: fp8cfg typo.yaml",
     ("check", "typo"): "typo: no command, recipe file or key=value; did you mean 'typo.yaml'?",
     (
         "check",
@@ -257,14 +257,14 @@ ELSEWHERE = {
         "sweep",
         "fp8.margin=range(0,99)",
     ): "fp8.margin=17: must be at most 16\nerror: fp8.margin=18: must be at most 16\n"
-    "error: fp8.margin=range(0,99): and 80 lines more like these",
+    "error: fp8.margin=range(0,99): and 80 more lines like these",
     (
         "sweep",
         "recipe=llama_tiny",
         "model.num_attention_heads=range(9,13)",
     ): "model.hidden_size=256: not a multiple of model.num_attention_heads=9; nearest is 252, or set model.kv_channels\n"
     "error: model.hidden_size=256: not a multiple of model.num_attention_heads=10; nearest is 260, or set model.kv_channels\n"
-    "error: the sweep: and 2 lines more like these",
+    "error: the sweep: and 2 more lines like these",
 }
 FILES = {
     "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: TE}\n",

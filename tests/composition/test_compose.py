@@ -132,21 +132,21 @@ GOLDEN = [
     ("data=stdlb", "data=stdlb: no such data preset; did you mean 'stdlib'?"),
     ("fp8=true", "fp8=true: expected keys of fp8; write fp8.enabled=true"),
     ("precision=5", "precision=5: expected the name of a preset"),
-    ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
+    ("+fp8.margin=1", "+fp8.margin=1: fp8.margin already exists; remove the +: fp8.margin=1"),
     ("+fp8.margin=one", "fp8.margin=one: expected an integer, got str"),
     ("++recipe=llama_8c", "recipe=llama_8c: no such recipe; did you mean 'llama_8b'?"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
     (
         "fp8.margin=0,1",
-        "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
+        "fp8.margin=0,1: several values are a sweep, but a run takes one; run fp8cfg sweep fp8.margin=0,1",
     ),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("mixed_precision=fp8", "mixed_precision=fp8: no such key; set precision=bf16_fp8"),
     ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; set fp8.scaling=current"),
     ("trainer.precision=bf16", "trainer.precision=bf16: no such key; set precision=bf16"),
     ("optimization_level=O2", "optimization_level: no such key; it belongs to opt_level"),
-    ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra itself are not part of a recipe"),
+    ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings are not part of a recipe"),
     ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
 ]
 
@@ -218,7 +218,7 @@ def test_a_recipe_file_takes_the_place_of_recipe(folder: Path) -> None:
     file = folder / "recipe" / "my_8b.yaml"
     assert fp8cfg.compose(["fp8.margin=4"], config_dir=folder, file=file).fp8.margin == 4
     assert problems("recipe=llama_8b", config_dir=folder, file=file) == [
-        "recipe=llama_8b: the recipe is given already; drop one of the two"
+        "recipe=llama_8b: a recipe is already set; remove one of them"
     ]
 
 
@@ -231,7 +231,7 @@ def test_errors_in_a_file_name_the_file(folder: Path) -> None:
     ]
     bad.write_text("fp8: {margin: 1}\ntrainer: {plugins: {fp8: {margin: 2}}}\n")
     assert problems("recipe=bad", config_dir=folder) == [
-        f"{bad}:2: trainer.plugins.fp8.margin: given twice, under its short and its full name"
+        f"{bad}:2: trainer.plugins.fp8.margin: set twice, by its short and its full name"
     ]
     (folder / "recipe" / "one.yaml").write_text("recipe: two\n")
     (folder / "recipe" / "two.yaml").write_text("recipe: one\n")
@@ -330,7 +330,7 @@ def test_yaml_that_says_two_things_or_nothing(text: str, part: str) -> None:
 
 def test_misuse_from_python_is_one_line() -> None:
     for wrong in ("recipe=llama_tiny", [1]):
-        with pytest.raises(fp8cfg.ConfigError, match="expected a list of words"):
+        with pytest.raises(fp8cfg.ConfigError, match="expected a list of overrides"):
             fp8cfg.compose(wrong)
     with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
         fp8cfg.build("llama_tiny")

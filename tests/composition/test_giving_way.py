@@ -189,32 +189,32 @@ GIVES_WAY = [
     (
         "optim.warmup_steps=9 trainer.max_steps=10 optim.min_lr=1e-6 optim.lr_decay_style=linear",
         "optim.min_lr=1e-06, optim.lr_decay_style=linear: has no effect, "
-        "there is no decay; optim.warmup_steps=9, trainer.max_steps=10",
+        "the learning rate never decays; optim.warmup_steps=9, trainer.max_steps=10",
     ),
     ("optim.warmup_steps=8 trainer.max_steps=10 optim.min_lr=1e-6", None),
     ("optim.warmup_steps=10 trainer.max_steps=10", None),
     (
         "model.sliding_window=16 model.window_attn_skip_freq=5",
-        "model.window_attn_skip_freq=5: leaves the window to all layers, there are model.num_layers=4",
+        "model.window_attn_skip_freq=5: all layers have the window, because model.num_layers=4",
     ),
     (
         "precision=fp16 precision.loss_scale_window=100",
-        "precision.loss_scale_window=100: doubles no scale, the run ends with trainer.max_steps=100",
+        "precision.loss_scale_window=100: the scale never grows, because the run ends with trainer.max_steps=100",
     ),
     (
         "precision=bf16_fp8 fp8.amax_history_len=16 fp8.amax_compute_algo=most_recent",
-        "fp8.amax_history_len=16: fp8.amax_compute_algo=most_recent reads the last amax alone",
+        "fp8.amax_history_len=16: fp8.amax_compute_algo=most_recent reads only the last amax",
     ),
     (
         "trainer.max_steps=40 checkpoint.every_n_steps=50",
-        "checkpoint.every_n_steps=50: saves at the end alone, the run ends with trainer.max_steps=40",
+        "checkpoint.every_n_steps=50: saves only at the end, because the run ends with trainer.max_steps=40",
     ),
     ("trainer.max_steps=40 checkpoint.every_n_steps=40", None),
     ("precision=bf16_fp8 fp8.amax_history_len=100", None),
     ("precision=bf16_fp8 fp8.amax_compute_algo=most_recent", None),
     (
         "model.sliding_window=256",
-        "model.sliding_window=256: masks nothing, model.seq_length=256 is no longer; an exported checkpoint states it",
+        "model.sliding_window=256: has no effect with model.seq_length=256; an exported checkpoint keeps it",
     ),
     ("model.sliding_window=255", None),
     ("recipe=mistral_7b", None),

@@ -165,7 +165,7 @@ def test_a_file_that_chooses_in_a_group_of_its_own_is_answered_once(tmp_path: Pa
             fp8cfg.compose(["experiment=a"], config_dir=tmp_path)
         answers.add(str(error.value).partition("defaults: ")[2])
     assert answers == {
-        "optim: a file chooses in shipped groups alone; drop it, and pass optim=slow on the command line"
+        "optim: a file can choose only in shipped groups; remove it and pass optim=slow on the command line"
     }
     (tmp_path / "experiment/a.yaml").write_text("# @package _global_\ntrainer: {max_steps: 50}\n")
     recipe = fp8cfg.compose(["experiment=a", "optim=slow"], config_dir=tmp_path)

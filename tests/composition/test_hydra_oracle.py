@@ -227,9 +227,9 @@ REFUSED = {
     "- override hydra/launcher: basic": "defaults: override hydra/launcher: Hydra's own settings are not part of a recipe; pass them on the command line",
     "- opt precision: bf16": "defaults: opt precision: no such keyword 'opt'; choose from override, optional",
     "- precison: bf16": "defaults: precison: no such group; did you mean 'precision'?",
-    "- precision: ???": "precision=???: needs the name of a choice in this file; a run asks for none",
+    "- precision: ???": "precision=???: needs a name in this file; a run does not ask for it",
     "- optional precision: [bf16, 5]": "precision=5: needs the name of a preset",
-    "- _self_\n- _self_": "defaults: _self_ stands twice",
+    "- _self_\n- _self_": "defaults: duplicate _self_",
     "- precision: ${data}": "YAML: defaults.precision: interpolation (${data}) is not accepted; write the value",
     "- data: nothing": "data=nothing: no such data preset",
 }
@@ -251,7 +251,7 @@ FILES = {
     "experiment/none.yaml": (
         "trainer: {max_steps: 5}\n",
         "experiment=none",
-        "experiment: no node of a recipe; begin the file with '# @package _global_'",
+        "experiment: not a node of a recipe; start the file with '# @package _global_'",
     ),
     "experiment/typo.yaml": (
         "# @package _global_\ntrainer: {max_step: 5}\n",
@@ -261,17 +261,17 @@ FILES = {
     "experiment/plain.yaml": (
         "# @package _global_\ndefaults: [{/precision: bf16}]\n",
         "experiment=plain",
-        "defaults: precision: stands in every recipe already; write 'override /precision: bf16'",
+        "defaults: precision: every recipe already has this choice; write 'override /precision: bf16'",
     ),
     "precision/on_top.yaml": (
         "defaults: [bf16_fp8]\nfp8: {margin: 1}\n",
         "precision=on_top",
-        "on_top.yaml:1: defaults: a precision preset builds on no other; write all its keys here, or '/precision: NAME'",
+        "on_top.yaml:1: defaults: a precision preset cannot have a base; write all its keys here, or put '/precision: NAME'",
     ),
     "optim/on_top.yaml": (
         "defaults: [fast]\nlr: 1e-4\n",
         "optim=on_top",
-        "defaults: fast: a file of optim/ builds on no other; write its keys here",
+        "defaults: fast: a file of optim/ cannot have a base; write its keys here",
     ),
     "optim/range.yaml": ("lr: -1\n", "optim=range", "optim.lr=-1: must be more than 0"),
     "optim/code.yaml": (

@@ -21,9 +21,7 @@ TYPED = {
     ("optim.lr=3e-4,",): "optim.lr=3e-4,: ends in a comma; write optim.lr=3e-4",
     ("fp8.margin=True",): "fp8.margin=true: expected an integer, got bool",
     ('fp8.margin="1"',): "fp8.margin=1: expected an integer, got str; write it without quotes",
-    (
-        "trainer.seed=1e400",
-    ): "trainer.seed=1e400: more than any number here can be; expected a finite number",
+    ("trainer.seed=1e400",): "trainer.seed=1e400: too large; expected a finite number",
     ("name=1e400",): "name=1e400: expected a string, got float; write 'name=\"1e400\"'",
     ("name=7",): "name=7: expected a string, got int; write 'name=\"7\"'",
     (
@@ -40,7 +38,7 @@ TYPED = {
     ): "trainer.max_steps=[100]: expected an integer, got a list; write trainer.max_steps=100",
     (
         "optim.betas=0.9,0.95",
-    ): "optim.betas=0.9,0.95: several values are a sweep, and a run takes one; a list is written optim.betas=[0.9,0.95]",
+    ): "optim.betas=0.9,0.95: several values are a sweep, but a run takes one; write a list as optim.betas=[0.9,0.95]",
     ("optim.betas=(0.9,0.95)",): "optim.betas=(0.9,0.95): a list is written optim.betas=[0.9,0.95]",
     ("data.mixture='a b'",): "data.mixture=a b: expected a list, got str",
     ("storage=false",): "storage=false: expected keys of storage, as in storage.weight=auto",
@@ -48,15 +46,15 @@ TYPED = {
     ("trainer.max_steps=[a]",): "trainer.max_steps=['a']: expected an integer, got a list",
     (
         "fp8={output_layer: choice(1,2)}",
-    ): "fp8={output_layer: choice(1,2)}: a sweep inside of braces; write it as a word of its own, as in fp8.KEY=a,b",
+    ): "fp8={output_layer: choice(1,2)}: a sweep cannot be inside braces; write a separate override, as in fp8.KEY=a,b",
     (
         "trainer={strategy.context_parallel_size: 2}",
-    ): "trainer.strategy.context_parallel_size: no key in braces has a dot; write trainer.strategy.context_parallel_size=2",
+    ): "trainer.strategy.context_parallel_size: a key in braces cannot have a dot; write trainer.strategy.context_parallel_size=2",
     ("trainer=[1]",): "trainer=[1]: expected keys of trainer, as in trainer.num_nodes=1",
     ("optim.betas=[0.9]",): "optim.betas=[0.9]: expected 2 values, got 1",
     # empty values
     ("optim.lr=",): "optim.lr=: needs a value",
-    ("precision=",): "precision=: needs the name of a choice; see fp8cfg list precision",
+    ("precision=",): "precision=: needs a name; see fp8cfg list precision",
     ("fp8=",): "fp8=: expected keys of fp8; write fp8.enabled=true",
     # truth in other words
     (
@@ -70,53 +68,53 @@ TYPED = {
         "trainer.max_steps",
         "=",
         "5",
-    ): "trainer.max_steps: needs a value, as in trainer.max_steps=VALUE\nerror: =: stands alone; key=value has no spaces",
+    ): "trainer.max_steps: needs a value, as in trainer.max_steps=VALUE\nerror: =: remove the spaces around it, as in key=value",
     (
         "trainer.max_steps:5",
     ): "trainer.max_steps:5: not of the form key=value; write trainer.max_steps=5",
-    ("trainer.max_steps==5",): "trainer.max_steps==5: two signs '='; write trainer.max_steps=5",
+    ("trainer.max_steps==5",): "trainer.max_steps==5: two '=' signs; write trainer.max_steps=5",
     (
         "trainer.max_steps=5 trainer.seed=1",
-    ): "trainer.max_steps=5 trainer.seed=1: several words in one; write trainer.max_steps=5 trainer.seed=1 without quotes",
-    ("'trainer.max_steps=5'",): "'trainer.max_steps=5': quoted twice; leave the inner quotes out",
+    ): "trainer.max_steps=5 trainer.seed=1: several overrides in one; write trainer.max_steps=5 trainer.seed=1 without quotes",
+    ("'trainer.max_steps=5'",): "'trainer.max_steps=5': quoted twice; remove the inner quotes",
     ("fp8={margin:", "1}"): "1}: no command, recipe file or key=value; fp8cfg --help has them\n"
-    "error: fp8={margin:: '{' without its '}'; quote the word where it has spaces",
+    "error: fp8={margin:: '{' without '}'; quote the override if it has spaces",
     (
         "fp8.exclude=[linear_qkv",
-    ): "fp8.exclude=[linear_qkv: '[' without its ']'; quote the word where it has spaces",
+    ): "fp8.exclude=[linear_qkv: '[' without ']'; quote the override if it has spaces",
     (
         "precision=$PRECISION",
-    ): "precision=$PRECISION: is a variable, which no shell has replaced; write its value",
-    ("$ARGS",): "$ARGS: is a variable, which no shell has replaced; write its value",
+    ): "precision=$PRECISION: the shell did not replace this variable; write its value",
+    ("$ARGS",): "$ARGS: the shell did not replace this variable; write its value",
     # signs that only look right
     (
         "precision=“bf16_fp8”",
-    ): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    ): "precision=“bf16_fp8”: '“' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
     (
         "trainer.max_steps=\uff11\uff10",
-    ): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    ): "trainer.max_steps=\uff11\uff10: '\uff11' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
     (
         "log.folder=a€b",
-    ): "log.folder=a€b: a text with special signs wants quotes; write 'log.folder=\"a€b\"'",
+    ): "log.folder=a€b: a text with special characters needs quotes; write 'log.folder=\"a€b\"'",
     (
         "data.path=a=b.txt",
-    ): "data.path=a=b.txt: a text with special signs wants quotes; write 'data.path=\"a=b.txt\"'",
+    ): "data.path=a=b.txt: a text with special characters needs quotes; write 'data.path=\"a=b.txt\"'",
     (
         "data.path=(p).txt",
-    ): "data.path=(p).txt: a text with special signs wants quotes; write 'data.path=\"(p).txt\"'",
+    ): "data.path=(p).txt: a text with special characters needs quotes; write 'data.path=\"(p).txt\"'",
     (
         "hydra.run.dir=a=b",
-    ): "hydra.run.dir=a=b: a text with special signs wants quotes; write 'hydra.run.dir=\"a=b\"'",
+    ): "hydra.run.dir=a=b: a text with special characters needs quotes; write 'hydra.run.dir=\"a=b\"'",
     (
         "hydra/launcher=ü",
-    ): "hydra/launcher=ü: 'ü' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    ): "hydra/launcher=ü: 'ü' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
     # names
     (
         "recipe=8b",
     ): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
     (
         "recipe=meta-llama/Llama-3.1-8B",
-    ): "recipe=meta-llama/Llama-3.1-8B: an id of the hub is no recipe; write recipe=from_hf model.path=hf://meta-llama/Llama-3.1-8B, or recipe=llama31_8b",
+    ): "recipe=meta-llama/Llama-3.1-8B: a hub id is not a recipe; set recipe=from_hf model.path=hf://meta-llama/Llama-3.1-8B, or recipe=llama31_8b",
     ("trainer.plugns=3",): "trainer.plugns: no such key; did you mean 'trainer.plugins'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
     (
@@ -139,7 +137,7 @@ TYPED = {
     # text from elsewhere
     (
         "model.vocab_size=50,257",
-    ): "model.vocab_size=50,257: several values are a sweep; a number is written without commas: model.vocab_size=50257",
+    ): "model.vocab_size=50,257: several values are a sweep; write a number without commas: model.vocab_size=50257",
     ("fp8.margin = 1",): "fp8.margin = 1: spaces around '='; write fp8.margin=1",
     ("storage.exp_avg=8bit",): "storage.exp_avg=8bit: not an option; did you mean 'fp8_block'?",
 }
@@ -177,10 +175,10 @@ ASSIGNED = {
     "write 'fp8.override_linear_precision={fprop: false, dgrad: false, wgrad: true}'",
     "recipe.trainer.max_steps = '1_000'": "trainer.max_steps=1_000: expected an integer, got str; write it out, as 1000",
     "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected a single value, got a list; write it without brackets",
-    "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
-    "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')": "compose: base: expected a Recipe, got str; a name is a word, as in recipe=llama_8b",
-    "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is the text itself; write from_yaml(Path('mine.yaml'))",
-    "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
+    "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of overrides, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
+    "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')": "compose: base: expected a Recipe, got str; pass a name as an override, as in recipe=llama_8b",
+    "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is read as YAML text; for a file use from_yaml(Path('mine.yaml'))",
+    "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of overrides, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
 }
 
 

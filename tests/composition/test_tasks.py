@@ -128,7 +128,7 @@ def test_a_task_of_ones_own_and_one_in_an_experiment(tmp_path: Path) -> None:
     ("words", "line"),
     [
         (["task=lra"], "task=lra: no such task; did you mean 'lora'?"),
-        (["+task=lora"], "+task=lora: every key exists already; write task=lora"),
+        (["+task=lora"], "+task=lora: task already exists; remove the +: task=lora"),
         (["peft.dim=4"], "peft.dim: no such key; it belongs to lora.rank"),
         (
             ["lora.target_modules=[q]"],
@@ -156,7 +156,7 @@ def test_fine_tuning_without_weights_is_said_once(caplog: pytest.LogCaptureFixtu
         fp8cfg.compose(["task=pretrain"])
         fp8cfg.compose(["task=lora", "model.weights=somewhere"])
     assert [r.message for r in caplog.records] == [
-        "note: task=sft: model.weights=null, so it starts from random weights; write model.weights=FOLDER"
+        "note: task=sft: model.weights=null, so it starts from random weights; set model.weights=FOLDER"
     ]
 
 

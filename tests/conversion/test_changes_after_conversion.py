@@ -66,7 +66,7 @@ def test_a_copy_outside_of_the_context_does_not_train_in_high_precision(
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
+    with pytest.raises(fp8cfg.NotFP8Error, match="no layer ran in FP8"):
         train(fp8, twin)
     train(fp8, model)  # the original goes on
     fp8.prove()

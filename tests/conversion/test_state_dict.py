@@ -33,7 +33,7 @@ JOBS = {
         "storage.master_weight=fp32",
     ),
 }
-ANEW = "scales and amax histories started anew"
+ANEW = "scales and amax histories were reset"
 
 
 def built(case: str, count: int = 2) -> Job:
@@ -115,7 +115,7 @@ def test_the_state_of_a_job_is_apart_and_goes_where_it_fits() -> None:
     assert equal(other.state_dict(), state)
     with pytest.raises(
         ValueError,
-        match=r"^FP8 state: \d+ entries missing, among them layers\.0\.mlp\.linear_fc1\.fp8_weight_scale_inv; it is of another",
+        match=r"^FP8 state: \d+ entries missing, among them layers\.0\.mlp\.linear_fc1\.fp8_weight_scale_inv; the state is from another",
     ):
         other.load_state_dict({n: t for n, t in state.items() if not n.endswith("scale_inv")})
     with pytest.raises(ValueError, match=r"1 entries unexpected, among them lm_head\.fp8_scale"):

@@ -185,9 +185,9 @@ class Loss(nn.Module):
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (Block(), r"and Block cannot be called so: too many positional arguments; give build"),
+        (Block(), r"but Block does not accept them: too many positional arguments; pass such"),
         (Loss("dict"), "and Loss gives dict; give build"),
-        (Loss("shape"), r"and Loss gives a tensor of shape \[16, 256, 64\]; give build"),
+        (Loss("shape"), r"and Loss returns a tensor of shape \[16, 256, 64\]; give build"),
         (Loss("loss"), ""),
     ],
 )
@@ -201,6 +201,6 @@ def test_fit_of_a_model_that_makes_no_loss(model: nn.Module, line: str, tmp_path
         return
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=rf"^fit: trains models whose model\(tokens, targets\) is the loss, {line}",
+        match=rf"^fit: needs a model whose model\(tokens, targets\) returns the loss, {line}",
     ):
         fp8cfg.fit(job, tmp_path, say=lambda _: None)

@@ -234,7 +234,7 @@ def test_a_run_of_a_model_of_ones_own_is_refused(
     capsys.readouterr()
     assert main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert (
-        "has other weights than the Transformer of its recipe" in (said := capsys.readouterr().err)
+        "do not belong to its recipe's Transformer" in (said := capsys.readouterr().err)
         and said.count("\n") == 1
     )
     assert not (tmp_path / "out").exists()

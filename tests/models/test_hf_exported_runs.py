@@ -115,7 +115,7 @@ def test_export_hf_says_what_is_wrong(
         (["hf"], "needs a run folder and a new folder"),
         (["hf", str(in_fp8), str(tmp_path / "full")], "exists already"),
         (["hf", str(in_fp8), str(tmp_path / "new"), "--fp8", "row"], "--fp8 row: not an option"),
-        (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "is not a run folder"),
+        (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "run folder not found"),
     ):
         assert main(["export", *words]) == 2
         assert message in capsys.readouterr().err

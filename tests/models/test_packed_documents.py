@@ -237,6 +237,6 @@ def test_a_model_of_ones_own_is_refused() -> None:
     for name in RESETS:
         with pytest.raises(
             fp8cfg.ConfigError,
-            match=f"data.{name}=true: of the Transformer of a recipe, not of a model of your own",
+            match=f"data.{name}=true: works for a recipe's Transformer, not for a custom model",
         ):
             fp8cfg.build(small(f"data.{name}=true"), model=torch.nn.Linear(64, 64))

@@ -255,7 +255,7 @@ def test_a_resumed_run_wants_the_same_base(
         == 2
     )
     assert (
-        f"model.weights={tmp_path / 'other'}: the adapters of this run stand over those of {base}, sha256"
+        f"model.weights={tmp_path / 'other'}: the adapters of this run were trained on {base} (sha256"
         in capsys.readouterr().err
     )
     assert main(["resume", str(run), "trainer.max_steps=5"]) == 0

@@ -131,7 +131,7 @@ def test_state_is_never_cast_and_travels() -> None:
     [Scaling("block"), Scaling("mxfp8"), Scaling("nvfp4"), Scaling("current", granularity="row")],
 )
 def test_scalings_with_many_scales_are_refused(scaling: Scaling) -> None:
-    with pytest.raises(ValueError, match="one scale a tensor"):
+    with pytest.raises(ValueError, match="one scale per tensor"):
         FP8Attention(scaling, Region())
 
 

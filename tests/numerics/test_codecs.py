@@ -44,7 +44,7 @@ def test_what_is_refused() -> None:
         (lambda: get_codec("fp9"), "codec 'fp9'; choose from fp32, bf16"),
         (
             lambda: get_codec("fp32", "stochastic"),
-            "codec fp32: what is float32 already is not rounded",
+            "codec fp32: float32 values are not rounded",
         ),
         (lambda: Codec(E4M3, "exact", block=96), "block=96: needs a scale, and a power of two"),
         (lambda: Codec(BF16, block=128), "block=128: needs a scale"),

@@ -309,7 +309,7 @@ def test_e5m2_gradients_in_blocks_are_no_product_of_the_hardware() -> None:
     """ATen takes E4M3 x E4M3 alone with scales of blocks: refused where the layer is made, unless both gradients' products are not in FP8."""
     linear = nn.Linear(32, 48)
     with pytest.raises(
-        ValueError, match="scaled_mm multiplies block scaling in E4M3 alone, not gradients in E5M2"
+        ValueError, match="scaled_mm multiplies block scaling only in E4M3, but gradients are E5M2"
     ):
         FP8Linear.from_linear(linear, TILED["block"], Region(), product="scaled_mm")
     FP8Linear.from_linear(

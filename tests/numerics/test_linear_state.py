@@ -141,7 +141,7 @@ def test_a_float8_weight_without_its_scale_is_refused() -> None:
     for model in (convert(Net(), CURRENT, fp8_params=True)[0], convert(Net(), CURRENT)[0]):
         with pytest.raises(
             RuntimeError,
-            match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv",
+            match=r"up\.weight is torch\.float8_e4m3fn and needs up\.fp8_weight_scale_inv",
         ):
             model.load_state_dict(dict(state))
 

@@ -148,7 +148,7 @@ def test_the_exported_names_are_these() -> None:
         ("convert_back", "a torch.nn.Module, such as job.model"),
         ("has_fp8_layers", "a torch.nn.Module, such as job.model"),
         ("has_transformer_engine_layers", "a torch.nn.Module, such as job.model"),
-        ("averaged", "a Job; fp8cfg.build(recipe) gives one"),
+        ("averaged", "a Job; fp8cfg.build(recipe) returns one"),
         ("to_yaml", "a Recipe, such as job.recipe"),
         ("recipe", "a function that returns a Recipe; call the functions of fp8cfg.recipes"),
     ],

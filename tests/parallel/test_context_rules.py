@@ -53,11 +53,11 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
         ),
         (
             "precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto storage.accumulate=wide",
+            f"storage.comm=fp8: gradients sent in FP8 work {ALONE}; set storage.comm=auto storage.accumulate=wide",
         ),
         (
             "precision=bf16_precision_aware storage.shard=zero1",
-            f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; set storage.shard=none",
+            f"storage.shard=zero1: shards whole tensors, which works {ALONE}; set storage.shard=none",
         ),
     ],
 )

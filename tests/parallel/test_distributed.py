@@ -49,8 +49,8 @@ def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> 
         f"log.dir={tmp_path}",
     )
     for ranks, shard, note in (
-        (1, "none", "opt_level=O3: on one rank it takes more"),
-        (2, "none", "opt_level=O3: on one rank it takes more"),
+        (1, "none", "opt_level=O3: needs more"),
+        (2, "none", "opt_level=O3: needs more"),
         (1, "zero1", "storage.shard=zero1: splits state"),
         (2, "zero1", ""),
     ):
@@ -208,7 +208,7 @@ def test_ranks_that_have_not_met_are_refused(words: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"WORLD_SIZE=2: torchrun started 2 ranks, and there is no process group; call torch.distributed.init",
+        match=r"WORLD_SIZE=2: torchrun started 2 ranks, but there is no process group; call torch.distributed.init",
     ):
         fp8cfg.fit(fp8cfg.build(small(*words.split())))
 

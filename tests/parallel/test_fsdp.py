@@ -445,7 +445,7 @@ def test_a_run_of_two_ranks_says_what_it_sends_and_goes_on_with_one(tmp_path: Pa
     ).split()
     done = launch(2, *SMALL, *words)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "weights are split over the ranks and gathered in bf16\n" in done.stdout
+    assert "weights are sharded over the ranks and gathered in bf16\n" in done.stdout
     said = " ".join(done.stdout.split())
     assert re.search(
         r"sent in a step by the first rank: weights [\d.]+ KiB in 5 messages, gradients [\d.]+ KiB in 3 messages",

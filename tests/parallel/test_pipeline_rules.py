@@ -20,11 +20,11 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
     [
         (
             "",
-            f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4",
+            f"{PIPELINE}=2: a step has 1 microbatch on each rank, but 2 stages need at least 2; set trainer.micro_batch_size=4",
         ),
         (
             f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
-            f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6",
+            f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages need a multiple of 2; write trainer.micro_batch_size=6",
         ),
         (
             "precision=bf16_fp8 opt_level=O2",
@@ -32,21 +32,21 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
         ),
         (
             "precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto storage.accumulate=wide",
+            f"storage.comm=fp8: gradients sent in FP8 work {ALONE}; set storage.comm=auto storage.accumulate=wide",
         ),
         (
             "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0",
+            f"log.fp8_stats_every_n_steps=2: needs all layers on one rank, but {KEY} splits them; set it to 0",
         ),
         (
             "task=lora lora.targets=[layers.0.*]",
-            "lora.targets: no layer of pipeline stage 1 has an adapter, so that it has nothing to train; name layers of each"
-            f" stage, or write {PIPELINE}=1",
+            "lora.targets: pipeline stage 1 has no adapter to train; add layers of each"
+            f" stage, or set {PIPELINE}=1",
         ),
         (
             "task=lora lora.targets=[lm_head]",
-            "lora.targets: no layer of pipeline stage 0 has an adapter, so that it has nothing to train; name layers of each"
-            f" stage, or write {PIPELINE}=1",
+            "lora.targets: pipeline stage 0 has no adapter to train; add layers of each"
+            f" stage, or set {PIPELINE}=1",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
         f"{PIPELINE}=2",
     )
     assert [str(found) for found in layout_violations(small("trainer.devices=4", *words), 4)] == [
-        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; set storage.shard=none"
+        f"storage.shard=zero1: shards whole tensors, which works {ALONE}; set storage.shard=none"
     ]
     assert layout_violations(small("trainer.devices=2", *words), 2) == []
 

@@ -62,7 +62,7 @@ def test_how_ranks_end(case: str, tmp_path: Path) -> None:
             said[0][0] == "RankStalled" and said[1][0] == "RankLost"
         )  # the store has ended meanwhile
         assert said[0][1].startswith(
-            "step 3: barrier over dp_shard was not done in 4 s (trainer.timeout.start): rank 1 is in ends.py:"
+            "step 3: barrier over dp_shard timed out after 4 s (trainer.timeout.start): rank 1 is in ends.py:"
         )
 
 
@@ -191,9 +191,9 @@ def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
     holds = ", which holds the store," if stopped == 0 else ""
     for rank, collective in waits.items():
         assert re.fullmatch(
-            rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} was (not done in|broken off by a rank that had waited) "
-            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine"
-            rf"{'' if holds else ', or busy outside of Python'}",
+            rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} (timed out after|was aborted by a rank after) "
+            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or its machine is lost"
+            rf"{'' if holds else ', or busy outside Python'}",
             lines[rank],
         )
 

@@ -20,7 +20,7 @@ from tests.support.missing_rank import Failing, failed, first_of_two, until
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 CLOSED = f"{GLOO} Connection closed by peer [127.0.0.1]:58050. This is typically caused by a remote worker crashing. Check the logs of the remote worker"
-SILENT = "is silent: stopped, or gone with the machine, or busy outside of Python"
+SILENT = "is silent: stopped, or its machine is lost, or busy outside Python"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         )
         assert not watch.beats._reads.check([stalled_ranks._WAITED])
         assert str(watch.diagnosis(late)) == (
-            f"step 1: a collective ({GLOO} Timed out waiting 400ms) was not done in 0.4 s (trainer.timeout.start): "
+            f"step 1: a collective ({GLOO} Timed out waiting 400ms) timed out after 0.4 s (trainer.timeout.start): "
             f"rank 1 {SILENT}"
         )
         until(lambda: bool(watch.beats.heard), "no beat")
@@ -84,7 +84,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         assert watch.beats._found(store) == f"rank 1 {SILENT}"
         store.set(stalled_ranks._FOUND, "rank 3 is silent")
         assert re.fullmatch(
-            r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was broken off by a rank that had waited 0\.4 s "
+            r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was aborted by a rank after 0\.4 s "
             r"\(trainer\.timeout\.start\): rank 3 is silent",
             str(watch.diagnosis(closed)),
         )
@@ -99,7 +99,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         watch.beats.heard.clear()
         assert (
             watch.beats.others()
-            == "rank 0, which holds the store, is silent: stopped, or gone with the machine"
+            == "rank 0, which holds the store, does not answer: stopped, or its machine is lost"
         )
         monkeypatch.setattr(watch.beats, "_reads", Failing(dist.DistNetworkError("Broken pipe")))
         monkeypatch.setattr(stalled_ranks.Heartbeat, "patience", 60)
@@ -108,7 +108,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         assert (
             watch.beats.others()
-            == "the launcher's agent, which holds the store, is silent: stopped, or gone with the machine"
+            == "the launcher's agent, which holds the store, does not answer: stopped, or its machine is lost"
         )
     finally:
         watch.close()
@@ -170,7 +170,7 @@ def test_not_all_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         process_group, "_MEETING", [(dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 2)]
     )
-    said = r"^not all ranks came within 1 s \(trainer\.timeout\.start\): rank 1 did not: stopped, or gone with the machine, or not started$"
+    said = r"^not all ranks started within 1 s \(trainer\.timeout\.start\): rank 1 did not: stopped, or its machine is lost, or not started$"
     with pytest.raises(RankStalled, match=said):
         process_group._start_group("gloo", Timeout(start=1))
 
@@ -202,15 +202,15 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
 @pytest.mark.parametrize(
     ("diagnosis", "silent"),
     [
-        ("rank 1 is silent: stopped, or gone with the machine", {1}),
-        ("ranks 1, 3, 12 are silent: stopped, or gone with the machine", {1, 3, 12}),
+        ("rank 1 is silent: stopped, or its machine is lost", {1}),
+        ("ranks 1, 3, 12 are silent: stopped, or its machine is lost", {1, 3, 12}),
         ("ranks 1, 2 and 30 more are silent: stopped", {1, 2}),
-        ("rank 0, which holds the store, is silent: stopped", set()),
+        ("rank 0, which holds the store, does not answer: stopped", set()),
         ("rank 1 is in the collective all_reduce", set()),
     ],
 )
 def test_a_rank_that_was_stopped_does_not_name_itself(diagnosis: str, silent: set[int]) -> None:
     for rank in (0, 1, 2, 3, 12):
         said = stalled_ranks.seen_from(rank, diagnosis)
-        waited = "the other ranks waited for this one, which was stopped, or busy outside of Python"
+        waited = "the other ranks waited for this one, which was stopped, or busy outside Python"
         assert said == (waited if rank in silent else diagnosis)

@@ -29,7 +29,7 @@ ALONE = f"with data parallelism only, not with {KEY}"
         ),
         (
             "model.seq_length=31 trainer.strategy.sequence_parallel=true",
-            "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; set model.seq_length=32",
+            "trainer.strategy.sequence_parallel=true: needs model.seq_length=31 to be a multiple of 2 ranks; set model.seq_length=32",
         ),
         (
             "precision=bf16_fp8 opt_level=O2",
@@ -37,24 +37,24 @@ ALONE = f"with data parallelism only, not with {KEY}"
         ),
         (
             "precision=bf16_precision_aware storage.weight_grad=fp8",
-            "storage: state in fewer bits, but for moments and gradients "
-            f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto",
+            "storage: low-precision state needs whole matrices, except for moments and gradients "
+            f"with float32 masters, but {KEY} splits them; set storage.master_weight=auto",
         ),
         (
             "precision=bf16_fp8 storage.comm=fp8",
-            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; set storage.comm=auto",
+            f"storage.comm=fp8: gradients sent in FP8 work {ALONE}; set storage.comm=auto",
         ),
         (
             "precision=bf16_fp8 fp8.dot_product_attention=true",
-            f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; set it to false",
+            f"fp8.dot_product_attention=true: FP8 attention needs all heads, but {KEY} splits them; set it to false",
         ),
         (
             "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; set it to 0",
+            f"log.fp8_stats_every_n_steps=2: needs whole matrices on one rank, but {KEY} splits them; set it to 0",
         ),
         (
             "precision=bf16_fp8 fp8.reduce_amax=false",
-            f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; set it to true",
+            f"fp8.reduce_amax=false: shards of a matrix share one scale with {KEY}; set it to true",
         ),
         (
             "precision=bf16_nvfp4 model.ffn_hidden_size=144",

@@ -182,7 +182,7 @@ def test_a_line_says_in_what_weights_are_gathered() -> None:
         small("precision=bf16_fp8_current", "storage.shard=fsdp", "fp8.params=false"), "torchao"
     )
     assert " ".join(cast.split()).endswith(
-        "gathered in fp8, as torchao casts them, whatever fp8.params is; storage.gather=bf16 leaves them in that"
+        "gathered in fp8, cast by torchao, with any fp8.params; storage.gather=bf16 turns it off"
     )
 
 
@@ -310,7 +310,7 @@ def test_a_layout_shares_activations_too() -> None:
     [
         (
             9,
-            "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12 (--gpus 12)",
+            "9 GPUs: must be a multiple of tensor x pipeline x context parallel size = 6; nearest is 12 (--gpus 12)",
         ),  # three replicas do not share 16
         (
             18,

@@ -181,7 +181,7 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(
     out, err = capsys.readouterr()
     replica = fp8cfg.compose(words.split()).trainer.strategy.size
     assert out == "" and err.startswith(
-        f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {replica}; "
+        f"error: {gpus} GPU{'s' * (gpus > 1)}: must be a multiple of tensor x pipeline x context parallel size = {replica}; "
     )
     label = f"runs {where}"
     more_words = f" {BLANKS}"

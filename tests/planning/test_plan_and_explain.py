@@ -90,7 +90,7 @@ def test_a_recipe_that_nothing_runs_there_has_a_plan_that_says_why() -> None:
 @pytest.mark.parametrize(
     ("recipe", "arguments", "line"),
     [
-        ({}, {}, "plan: expected a Recipe, got dict; compose(['recipe=llama_8b']) gives one"),
+        ({}, {}, "plan: expected a Recipe, got dict; compose(['recipe=llama_8b']) returns one"),
         (
             llama_8b(),
             {"gpu": "h10"},
@@ -103,7 +103,7 @@ def test_a_recipe_that_nothing_runs_there_has_a_plan_that_says_why() -> None:
         (
             fp8cfg.compose(["trainer.accelerator=cpu"]),
             {"gpu": "h100"},
-            "gpu=h100: trainer.accelerator=cpu runs on none; drop one of the two",
+            "gpu=h100: trainer.accelerator=cpu uses no GPU; remove one of them",
         ),
         (
             fp8cfg.compose(["trainer.accelerator=cuda"]),

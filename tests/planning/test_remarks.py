@@ -17,14 +17,14 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
         (
             "storage.comm=bf16 trainer.timeout.step=5",
             1,
-            "storage.comm=bf16, trainer.timeout.step=5.0: of several ranks; one sends nothing and waits for none",
+            "storage.comm=bf16, trainer.timeout.step=5.0: no effect on one rank",
         ),
         ("storage.comm=bf16 trainer.timeout.step=5", 2, ""),
         ("storage.comm=bf16 storage.weight_grad=bf16", 1, ""),
         (
             "precision=bf16_fp8 fp8.tp_only_amax_red=true",
             1,
-            "fp8.tp_only_amax_red=true: of several ranks; one sends nothing and waits for none",
+            "fp8.tp_only_amax_red=true: no effect on one rank",
         ),
         (
             "fp8.enabled=true fp8.reduce_amax=false trainer.devices=2 trainer.strategy.tensor_model_parallel_size=2",
@@ -35,7 +35,7 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
             (
                 f"precision=bf16_fp8 fp8.tp_only_amax_red=true storage.comm=bf16 trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.{axis}_parallel_size=2",
                 ranks,
-                f"{said}: of several data-parallel ranks, and there is one",
+                f"{said}: no effect on one data-parallel rank",
             )
             for axis, ranks, said in (
                 ("tensor_model", 1, "storage.comm=bf16, fp8.tp_only_amax_red=true"),
@@ -46,19 +46,19 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
         (
             "precision=bf16_fp8 fp8.reduce_amax=false trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.pipeline_model_parallel_size=2",
             1,
-            "fp8.reduce_amax=false: of several data-parallel ranks, and there is one",
+            "fp8.reduce_amax=false: no effect on one data-parallel rank",
         ),
         (
             "precision=bf16_fp8 fp8.reduce_amax=false trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.context_parallel_size=2",
             2,
             "",
         ),
-        (STORED, 1, "storage.accumulate=stored: adds up nothing, a step has one microbatch"),
+        (STORED, 1, "storage.accumulate=stored: no effect with one microbatch per step"),
         (f"{STORED} trainer.micro_batch_size=4", 1, ""),
         (
             "checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true",
             1,
-            "checkpoint.keep=3, checkpoint.async_save=true: there is one checkpoint, "
+            "checkpoint.keep=3, checkpoint.async_save=true: the run saves only one checkpoint; "
             "the last; checkpoint.every_n_steps=6, trainer.max_steps=6",
         ),
         (
@@ -98,7 +98,7 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
                 ),
             )
         ),
-        ("log.dir=a log.folder=b", 1, "log.dir=a: makes no folder, log.folder=b is the run folder"),
+        ("log.dir=a log.folder=b", 1, "log.dir=a: no effect, log.folder=b is the run folder"),
         ("log.dir=a log.folder=a/b", 1, ""),
     ],
 )

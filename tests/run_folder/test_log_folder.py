@@ -56,7 +56,7 @@ def test_one_line_starts_and_goes_on(
     assert main([*SAVES, *mine, "fp8.margin=1"]) == 2
     line = "fp8cfg resume here/mine optim.warmup_steps=2 fp8.margin=1 --allow fp8.margin"
     assert capsys.readouterr().err.endswith(
-        f"error: fp8.margin=1: the checkpoint of step 3 has 0; write {line}\n"
+        f"error: fp8.margin=1: the checkpoint of step 3 has fp8.margin=0; run {line}\n"
     )
     assert main(line.split()[1:]) == 0
     assert main([*SAVES, mine[0]]) == 2 and "already contains a run" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_a_gap_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "has no lines" not in capsys.readouterr().out
     folder.metrics.write_text(lines[0])
     assert main(["resume", str(folder.path), "trainer.max_steps=6"]) == 0
-    assert "note: metrics.jsonl has no lines of steps 2 to 5" in capsys.readouterr().out
+    assert "note: metrics.jsonl has no lines for steps 2 to 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["environment.json", "coverage.json", "metrics.jsonl"])

@@ -94,7 +94,8 @@ def test_not_a_run_folder(tmp_path: Path, part: str) -> None:
     with create(tmp_path) as run:
         lost = run.path / part
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    with pytest.raises(RunFolderError, match=f"is not a run folder: there is no {lost}") as caught:
+    message = f"not a run folder, {lost} is missing" if part else "run folder not found"
+    with pytest.raises(RunFolderError, match=message) as caught:
         RunFolder.open(run.path)
     assert caught.value.exit_code == 2
 
@@ -115,9 +116,7 @@ def test_another_format_is_named(tmp_path: Path, run_format: object) -> None:
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RunFolderError, match=f"^{tmp_path}/file is not a run folder: it is a file$"
-    ):
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}/file: not a run folder, but a file$"):
         RunFolder.open(tmp_path / "file")
 
 

@@ -135,21 +135,24 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     # Hydra's grammar
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
     ("precision", "precision: needs a value, as in precision=NAME"),
-    ("=1", "=1: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
+    (
+        "=1",
+        "=1: not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'",
+    ),
     (
         "fp8.margin=0,1",
-        "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
+        "fp8.margin=0,1: several values are a sweep, but a run takes one; run fp8cfg sweep fp8.margin=0,1",
     ),
     (
         "precision=bf16_fp8,fp8.margin=1",
-        "precision=bf16_fp8,fp8.margin=1: several words in one; write precision=bf16_fp8 fp8.margin=1",
+        "precision=bf16_fp8,fp8.margin=1: several overrides in one; write precision=bf16_fp8 fp8.margin=1",
     ),
     (
         "fp8={margin=1,interval=2}",
-        "fp8={margin=1,interval=2}: inside of braces stands a colon and a space, as in 'fp8={margin: 1,interval: 2}'",
+        "fp8={margin=1,interval=2}: use a colon and a space inside braces, as in 'fp8={margin: 1,interval: 2}'",
     ),
     ("trainer.accelerator=gpu", "trainer.accelerator=gpu: not an option; did you mean 'cuda'?"),
-    ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
+    ("+fp8.margin=1", "+fp8.margin=1: fp8.margin already exists; remove the +: fp8.margin=1"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
@@ -200,7 +203,10 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("completion", "completion: needs a shell; choose from bash, zsh, fish"),
     ("completion bsh", "completion bsh: no such shell; did you mean 'bash'?"),
     ("rerun", "rerun: needs one run folder, as in: fp8cfg rerun runs/NAME"),
-    ("rerun nowhere", "nowhere is not a run folder: there is no nowhere"),
+    (
+        "rerun nowhere",
+        "nowhere: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+    ),
 ]
 
 
@@ -231,7 +237,7 @@ def test_a_mistake_is_answered_with_these_lines(
         ),
         (
             "name=a\nb",
-            "name=a\\nb: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'",
+            "name=a\\nb: not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'",
         ),
         ("x" * 5000, f"{'x' * 5000}: no command, recipe file or key=value; fp8cfg --help has them"),
         (

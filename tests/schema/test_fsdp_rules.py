@@ -144,6 +144,6 @@ def test_an_fp8_gather_picks_the_backend_that_has_it() -> None:
 def test_a_model_of_ones_own_is_for_torchs_own_call() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write fp8cfg.convert_model",
+        match=r"storage.shard=fsdp: shards a recipe's Transformer, not a custom model; call fp8cfg.convert_model",
     ):
         fp8cfg.build(small("precision=bf16", FSDP), model=nn.Sequential(nn.Linear(64, 64)))

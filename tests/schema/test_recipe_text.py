@@ -60,7 +60,7 @@ def test_diff_with_what_is_no_recipe_is_one_line(recipe: fp8cfg.Recipe) -> None:
     for other in ("llama_8b", None, recipe.fp8):
         with pytest.raises(
             fp8cfg.ConfigError,
-            match=rf"^diff: expected a Recipe, got {type(other).__name__}; compose\(\['recipe=llama_8b'\]\) gives one$",
+            match=rf"^diff: expected a Recipe, got {type(other).__name__}; compose\(\['recipe=llama_8b'\]\) returns one$",
         ):
             recipe.diff(other)  # type: ignore[arg-type]
 

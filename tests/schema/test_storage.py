@@ -346,11 +346,11 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
     assert remarks.remark_lines(recipe, rank_part(recipe)) == [
-        "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"
+        "note: opt_level=O3: needs more than O2's 6 B/param on one rank; storage.shard=zero1 or zero2 shards its state"
     ]
     recipe.storage.shard = "zero1"
     assert remarks.remark_lines(recipe, rank_part(recipe)) == [
-        "note: storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"
+        "note: storage.shard=zero1: no effect on one data-parallel rank"
     ]
     assert remarks.remark_lines(recipe, rank_part(recipe, 2)) == []
 
@@ -364,7 +364,7 @@ def test_transposes_that_are_read_once_are_not_kept() -> None:
         True,
     ]
     assert remarks.remark_lines(recipe, rank_part(recipe, 2)) == [
-        "note: fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each transpose once"
+        "note: fp8.keep_transpose_cache=true: no effect with one microbatch per step"
     ]
 
 

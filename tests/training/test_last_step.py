@@ -86,7 +86,7 @@ def test_a_bad_token_loses_no_step(good: Path, whole: list[float], tmp_path: Pat
     with pytest.raises(ConfigError, match="token 60000 at index"):
         fp8cfg.fit(job, tmp_path / "run", say=said.append)
     assert saved(tmp_path / "run") == [f"step-{BAD:08}"]
-    assert f"step {BAD}, the last whole one, is saved; you can resume from it" in said
+    assert f"step {BAD}, the last complete one, is saved; you can resume from it" in said
 
 
 def test_a_bug_in_a_callback_loses_no_step(good: Path, whole: list[float], tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_error_in_a_step_is_repeated_as_a_whole(
         fp8cfg.fit(job, tmp_path / "run", say=said.append)
     if at == "optimizer":
         assert saved(tmp_path / "run") == []
-        assert "the error came from the optimizer step: nothing is saved after it" in said
+        assert "the error came from the optimizer step, so no checkpoint is saved" in said
         return
     assert saved(tmp_path / "run") == [f"step-{BAD:08}"]
     fp8cfg.resume(tmp_path / "run", say=_silent)

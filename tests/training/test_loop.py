@@ -305,6 +305,6 @@ def test_a_run_with_less_than_half_in_fp8_says_so() -> None:
     (line,) = [" ".join(text.split()) for text in said if text.startswith("warning: ")]
     assert (
         line.startswith("warning: only ")
-        and "of matmul FLOPs ran in FP8; the largest part that did not is layers.*.mlp.linear_fc1"
+        and "of matmul FLOPs ran in FP8; the largest part in high precision is layers.*.mlp.linear_fc1"
         in line
     )

@@ -76,7 +76,7 @@ def test_another_tokenizer_is_not_resumed_and_a_moved_one_is(folder: Path, tmp_p
         run_data(other)[0].resume(state)
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"data.text_key=other: this run has body; start a new run",
+        match=r"data.text_key=other: this run has data.text_key=body; start a new run",
     ):
         resume_rules.refuse_changes(
             before, fp8cfg.compose(["data.text_key=other"], base=before), []

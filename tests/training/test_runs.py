@@ -141,9 +141,9 @@ def test_a_folder_of_ones_own_is_resumed_by_either_door(
 
 def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> None:
     folder, _, _, _ = trained
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=1: the checkpoint of step 4 has 0"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=1: the checkpoint of step 4 has fp8.margin=0"):
         fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
-    with pytest.raises(RunFolderError, match="is not a run folder"):
+    with pytest.raises(RunFolderError, match="run folder not found"):
         fp8cfg.resume(tmp_path / "nothing")
     for word, said in (
         (
@@ -152,11 +152,11 @@ def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> Non
         ),
         (
             "log.folder=elsewhere",
-            f"log.folder=elsewhere: a run is resumed in its own folder, {folder}; drop it",
+            f"log.folder=elsewhere: a resumed run stays in {folder}; remove log.folder",
         ),
         (
             "log.dir=elsewhere",
-            f"log.dir=elsewhere: a run is resumed in its own folder, {folder}; drop it",
+            f"log.dir=elsewhere: a resumed run stays in {folder}; remove log.dir",
         ),
     ):
         with pytest.raises(fp8cfg.ConfigError, match=re.escape(said)):
@@ -215,7 +215,7 @@ def job() -> fp8cfg.Job:
 def test_fit_wants_a_job() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one",
+        match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) returns one",
     ):
         fp8cfg.fit(small())  # type: ignore[arg-type]
 
@@ -223,7 +223,7 @@ def test_fit_wants_a_job() -> None:
 def test_a_key_of_a_recipe_is_no_argument() -> None:
     calls: dict[str, Callable[[], Any]] = {
         r"fit: has no argument max_steps; set recipe\.trainer\.max_steps; fit expects a Job,"
-        r" and fp8cfg\.build\(recipe\) gives one": lambda: fp8cfg.fit(small(), max_steps=2),  # type: ignore[call-arg, arg-type]
+        r" and fp8cfg\.build\(recipe\) returns one": lambda: fp8cfg.fit(small(), max_steps=2),  # type: ignore[call-arg, arg-type]
         r"build: has no argument lr; set recipe\.optim\.lr": lambda: fp8cfg.build(small(), lr=1),  # type: ignore[call-arg]
         r"resume: has no argument max_steps; write overrides=\['trainer\.max_steps=VALUE'\]": (
             lambda: fp8cfg.resume("a", max_steps=2)  # type: ignore[call-arg]
@@ -371,7 +371,7 @@ def test_ranks_that_shared_their_amaxes_are_not_asked_again(
         ({"callbacks": 3}, "callbacks: expected a list, got int"),
         (
             {"callbacks": [print]},
-            "callbacks: expected objects of a class below fp8cfg.Callback, got <built-in",
+            "callbacks: expected objects of a subclass of fp8cfg.Callback, got <built-in",
         ),
         ({"callbacks": [fp8cfg.Callback]}, r"write Callback\(\)$"),
     ],

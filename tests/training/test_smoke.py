@@ -224,7 +224,7 @@ def test_a_smoke_run_is_resumed_as_any_run_is(
     assert main(["resume", str(folder), "trainer.smoke=true"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: trainer.smoke=true: the checkpoint of step 5 has false; start a new run\n"
+        == "error: trainer.smoke=true: the checkpoint of step 5 has trainer.smoke=false; start a new run\n"
     )
     again = ["trainer.smoke=true", "trainer.compile=off", f"log.folder={folder}", "log.resume=auto"]
     assert (
@@ -241,6 +241,6 @@ def test_a_model_of_one_s_own_is_not_cut() -> None:
     recipe = composed("recipe=llama_tiny", "precision=bf16_fp8").model_copy(deep=True)
     recipe.trainer.smoke = True
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"trainer\.smoke=true: cuts the Transformer of a recipe"
+        fp8cfg.ConfigError, match=r"trainer\.smoke=true: reduces a recipe's Transformer"
     ):
         fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(16, 16)))

@@ -193,7 +193,7 @@ def test_what_validates_is_not_held_out_of_what_trains(folder: Path) -> None:
     assert validation.sha256 == samples_of(small(*plain), f"{folder}/val.jsonl").sha256
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"data=jsonl: validation_path: .*0.jsonl is a file of data.path too; name those by a pattern",
+        match=r"data=jsonl: validation_path: .*0.jsonl is also a file of data.path; exclude it with a pattern",
     ):
         run_data(small(*plain, f"data.validation_path={folder}/shards/0.jsonl"))
     with pytest.raises(
@@ -217,7 +217,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
         in caplog.text
     )
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"this run held out no data; name text with --data FILE"
+        fp8cfg.ConfigError, match=r"this run has no held-out data; pass a text with --data FILE"
     ):
         held_out(recipe)
     assert len(samples_of(recipe, f"{folder}/val.jsonl"))

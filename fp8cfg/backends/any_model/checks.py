@@ -28,8 +28,8 @@ from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.schema.errors import NotFP8Error
 
 _CURE = (
-    "run the model inside of its autocast context, or call fp8cfg.apply_fp8_autowrap(model,"
-    " recipe); for training in high precision on purpose enter autocast(enabled=False)"
+    "run the forward pass inside autocast() or call fp8cfg.apply_fp8_autowrap(model, recipe); to"
+    " train in high precision, use autocast(enabled=False)"
 )
 
 
@@ -70,7 +70,7 @@ def check(model: nn.Module) -> bool:
     # Each step needs its own disabled context to be exempt.
     asked_off, state.asked_off = state.asked_off, False
     if not state.engaged and not asked_off and _trained(model, seen):
-        raise NotFP8Error(f"no layer multiplied in FP8 before this step; {_CURE}")
+        raise NotFP8Error(f"no layer ran in FP8 before this step; {_CURE}")
     return state.engaged
 
 
@@ -113,7 +113,7 @@ def _look(layer: nn.Module, args: Any, y: Any) -> None:
 def _refuse(state: Converted, gradient: Tensor) -> None:
     """Gradient hook: raises NotFP8Error if still no layer has multiplied in FP8."""
     if not (state.engaged or state.asked_off):
-        raise NotFP8Error(f"a backward pass, and no layer multiplied in FP8 before it; {_CURE}")
+        raise NotFP8Error(f"no layer ran in FP8 before this backward pass; {_CURE}")
 
 
 _SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
