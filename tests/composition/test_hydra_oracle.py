@@ -246,7 +246,7 @@ FILES = {
     "precision/far.yaml": (
         "# @package model\ncompute: bf16\n",
         "precision=far",
-        "# @package model: packages are fixed, precision is at trainer.plugins; drop",
+        "# @package model: packages are fixed, precision is at trainer.plugins; remove",
     ),
     "experiment/none.yaml": (
         "trainer: {max_steps: 5}\n",

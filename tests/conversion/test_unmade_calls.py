@@ -186,8 +186,8 @@ class Loss(nn.Module):
     ("model", "line"),
     [
         (Block(), r"but Block does not accept them: too many positional arguments; pass such"),
-        (Loss("dict"), "and Loss gives dict; give build"),
-        (Loss("shape"), r"and Loss returns a tensor of shape \[16, 256, 64\]; give build"),
+        (Loss("dict"), "but Loss returns dict; pass such"),
+        (Loss("shape"), r"but Loss returns a tensor of shape \[16, 256, 64\]; pass such"),
         (Loss("loss"), ""),
     ],
 )

@@ -138,7 +138,7 @@ def test_packages_that_are_broken_are_left_out_with_one_line_each(tmp_path: Path
     )
     taken = "warning: package fp8-broken: its entry point native of fp8cfg.backends has the name of another backend; it is skipped"
     bare = (
-        "warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES, an object of "
+        "warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES of class "
         "fp8cfg.schema.backends.Capabilities; it is skipped"
     )
     done = python(tmp_path, code.format(argv=["list", "recipe"]))

@@ -59,12 +59,12 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
             "checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true",
             1,
             "checkpoint.keep=3, checkpoint.async_save=true: the run saves only one checkpoint; "
-            "the last; checkpoint.every_n_steps=6, trainer.max_steps=6",
+            "checkpoint.every_n_steps=6, trainer.max_steps=6",
         ),
         (
             "checkpoint.every_n_steps=5 checkpoint.keep=3",
             1,
-            "checkpoint.keep=3: there are 2 checkpoints; checkpoint.every_n_steps=5, trainer.max_steps=6",
+            "checkpoint.keep=3: the run saves only 2 checkpoints; checkpoint.every_n_steps=5, trainer.max_steps=6",
         ),
         ("checkpoint.every_n_steps=2 checkpoint.keep=3", 1, ""),
         ("checkpoint.every_n_steps=5", 1, ""),

@@ -31,7 +31,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("lst --help", "lst: no such command; did you mean 'list'?"),
     ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
     ("recipe=llama_tiny plan --gpu h100", "plan: a command stands first, as in: fp8cfg plan"),
-    ("recipe=xyz", "recipe=xyz: no such recipe; fp8cfg list recipe has them"),
+    ("recipe=xyz", "recipe=xyz: no such recipe; see fp8cfg list recipe"),
     ("recipe:llama_tiny", "recipe:llama_tiny: not of the form key=value; write recipe=llama_tiny"),
     ("tp=2", "tp: no such key; it belongs to trainer.strategy.tensor_model_parallel_size"),
     (
