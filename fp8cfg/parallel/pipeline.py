@@ -163,7 +163,7 @@ def _refuse_forward(model: nn.Module, args: Any) -> None:
     """Forward pre-hook: raises RuntimeError, because one stage cannot compute a loss."""
     raise RuntimeError(
         "pipeline_model_parallel_size: this rank has only some layers of the model and cannot"
-        " compute a loss by itself; train with fp8cfg.fit"
+        " compute the loss; train with fp8cfg.fit"
     )
 
 

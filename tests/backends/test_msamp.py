@@ -226,7 +226,7 @@ def test_what_is_not() -> None:
             ("optim.name=adam", "optim.weight_decay=0.1"),
             "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; set optim.name=adamw",
         ),
-        (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
+        (("precision=bf16",), "backend=msamp: has no effect with fp8.enabled=false"),
         (
             ("optim.betas=[0.98,0.95]",),
             "optim.betas=[0.98, 0.95]: rounding in storage.exp_avg=fp8_pow2 stops an average of rate 0.98",

@@ -136,7 +136,7 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(
         job = fp8cfg.build(small(*words, *NEVER))
         job.optimizer.can_defer = can_defer
         _break_gradients(job, 3)
-        with pytest.raises(loop.Diverged, match="step 4: gradient norm is inf") as end:
+        with pytest.raises(loop.Diverged, match="step 4: the gradient norm is inf") as end:
             loop.train(job, say=lambda _: None)
         ends.append(
             (

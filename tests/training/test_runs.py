@@ -141,7 +141,9 @@ def test_a_folder_of_ones_own_is_resumed_by_either_door(
 
 def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> None:
     folder, _, _, _ = trained
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=1: the checkpoint of step 4 has fp8.margin=0"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"fp8\.margin=1: the checkpoint of step 4 has fp8.margin=0"
+    ):
         fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
     with pytest.raises(RunFolderError, match="run folder not found"):
         fp8cfg.resume(tmp_path / "nothing")
