@@ -100,7 +100,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
                 "opt_level=O2",
             ],
             [
-                "opt_level=O2: goes with data parallelism only, not with pipeline_model_parallel_size=2, context_parallel_size=2; set opt_level=null"
+                "opt_level=O2: works with data parallelism only, not with pipeline_model_parallel_size=2, context_parallel_size=2; set opt_level=null"
             ],
         ),
         (
@@ -200,10 +200,10 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
             "data=jsonl data.path=*.nope data.validation_path=*.idx",
             ["data.path=*.nope: no such file or folder here"],
         ),
-        ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
+        ("data=tokens data.path=there", ["data.path=there: there.bin not found"]),
         (
             "data=tokens data.path=gone.bin",
-            ["data.path=gone.bin: no file gone.bin and gone.idx here"],
+            ["data.path=gone.bin: gone.bin and gone.idx not found"],
         ),
         (
             "data.tokenizer=gone model.weights=there.idx",
@@ -217,12 +217,12 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
                 "model.weights=empty: has neither model.safetensors nor model.safetensors.index.json; copy the weights there, or set model.weights=null to start from random weights"
             ],
         ),
-        ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
+        ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is not a folder"]),
         ("log.dir=new/runs", []),
         ("model.vocab_size=257", []),
         (
             "data=tokens data.path=there model.vocab_size=32",
-            ["data.path=there: no file there.bin here"],
+            ["data.path=there: there.bin not found"],
         ),
         (
             "model.vocab_size=256",
@@ -230,7 +230,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
                 "model.vocab_size=256: too small for bytes and the end token, which data=stdlib uses without data.tokenizer; set it to 272 or more"
             ],
         ),
-        ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
+        ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is not a folder"]),
         (
             "-cd empty",
             ["--config-dir empty: has no presets, such as precision/mine.yaml"],
@@ -343,7 +343,7 @@ def test_a_file_in_json(capsys: Out, tmp_path: Path) -> None:
         "ok: llama_tiny, bf16, FP8 current in "
     )
     for text, line in (
-        ('{"a": 1, "a": 2}', "key 'a' stands twice"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
         ('{"a": 1', "line 1: not valid JSON (Expecting ',' delimiter)"),
         ("[1]", "expected keys and values, got list"),
         ('{"_target_": "os"}', "a recipe cannot name code"),

@@ -91,7 +91,7 @@ def test_files_with_their_bases(
         (
             "fp8.margin",
             [],
-            "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+            "no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
         ),
         (
             "fp8.margin",
@@ -136,7 +136,7 @@ def test_files_with_their_bases(
             ["optim.name=sgd"],
             "other values are refused: needs optim.name=adamw or adam, not sgd (MS-AMP)",
         ),
-        ("backend", [], "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8"),
+        ("backend", [], "no effect with fp8.enabled=false; set precision=bf16_fp8"),
         (
             "fp8.multi_head_attention",
             ["precision=bf16_fp8"],

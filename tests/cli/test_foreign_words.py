@@ -23,7 +23,7 @@ ANSWERS = {
     "check data.split=train": "data.validation_fraction",
     "check model_name_or_path=x": "recipe and model.path",
     "check sequence_len=2048": "it belongs to model.seq_length",
-    "check expert_model_parallel_size=2": "have no experts",
+    "check expert_model_parallel_size=2": "no model here has experts",
     "--nodes 2": "write trainer.num_nodes=N",
     "sample run hi --temp 0.5": "write --temperature T",
     "--config x.yaml": "fp8cfg FILE.yaml",

@@ -477,10 +477,10 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(
         with (
             nullcontext()
             if machines
-            else pytest.raises(fp8cfg.ConfigError, match=r"nearest is trainer\.devices=2, or")
+            else pytest.raises(fp8cfg.ConfigError, match=r"set trainer\.devices=2, or")
         ):
             assert ((t := read().trainer).num_nodes, t.devices) == machines
-    with pytest.raises(fp8cfg.ConfigError, match=r"= 1; nearest is trainer\.devices=2, or"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"= 2; set trainer\.devices=2, or"):
         fp8cfg.compose([*words, "trainer.devices=1"])
 
 

@@ -85,7 +85,7 @@ def test_import_and_export_on_the_command_line(
             b"{",
             "line 1: not valid JSON (Expecting property name enclosed in double quotes)",
         ),
-        ("a.json", b'{"fp8": 1, "a": {"b": 1, "b": 2}}', "key 'b' stands twice"),
+        ("a.json", b'{"fp8": 1, "a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
         (
             "a.json",
             b'{"margin": ' + b"9" * 5000 + b"}",

@@ -268,7 +268,7 @@ def test_adapters_of_split_matrices_have_no_dropout() -> None:
     assert not layout_violations(small(*split, "lora.dropout=0"), 2)
     (violation,) = layout_violations(small(*split, "lora.dropout=0.1"), 2)
     line = str(violation)
-    assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; set it to 0")
+    assert line.startswith("lora.dropout=0.1: ") and line.endswith("of their shards; set it to 0")
 
 
 def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> None:

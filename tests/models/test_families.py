@@ -125,7 +125,7 @@ def test_what_no_family_says_is_refused_by_its_key() -> None:
         ),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}},
-            "config.json: rope_type=yarn: not in this version",
+            "config.json: rope_type=yarn: not supported",
         ),
         (
             {

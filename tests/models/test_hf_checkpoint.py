@@ -84,7 +84,7 @@ def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
         (["recipe=from_hf"], "recipe=from_hf: needs model.path"),
         (
             ["recipe=llama_tiny", "model.path=here"],
-            "model.path=here: only recipe=from_hf takes the model's shape from a folder; write recipe=from_hf, or model.weights=here",
+            "model.path=here: only recipe=from_hf takes the model's shape from a folder; set recipe=from_hf, or model.weights=here",
         ),
         (
             ["recipe=from_hf", "model.path=meta/llama"],
