@@ -3,7 +3,8 @@
 Totals per axis are within 2 % of the bytes of torch's collectives. Amaxes, scales, losses and norms
 are a few bytes per tensor or token and are left out.
 
-Collectives count as ring algorithms, as in training (parallel/traffic.py). With N ranks each sends:
+Collectives count as ring algorithms, as in training (parallel/process_group.py). With N ranks each
+sends:
 
     all-reduce        2 (N - 1) / N of the data
     all-gather        N - 1 times a rank's shard

@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends import registry
-from fp8cfg.backends.choice import Choice, Hardware, choose
+from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.backends.gemm_plan import PlannedAttention, PlannedLinear
 from fp8cfg.composition.precedence import resolved_for_build
 from fp8cfg.parallel import sharding
@@ -24,14 +24,13 @@ from fp8cfg.planning import layer_plan, smoke
 from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.hardware import find_hardware, free_memory
 from fp8cfg.planning.layout import Part, rank_part
-from fp8cfg.planning.preflight import check_layout
+from fp8cfg.planning.preflight import check_layout, choose_backend
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import StateDtypes
-from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,11 +127,11 @@ def make_plan(
         world = current_ranks()
     layout = rank_part(recipe, world)
     if model is not None:
-        choice = choice or _choose_backend(recipe, hardware, layout, None)
+        choice = choice or choose_backend(recipe, hardware, world, is_custom_model=True)
         gemms = _plan_custom_model(recipe, model, choice)
         return Plan(recipe, hardware, choice, layout, gemms, attention=(), custom_model=model)
     try:
-        choice = choice or _choose_backend(recipe, hardware, layout, recipe.trainer.strategy)
+        choice = choice or choose_backend(recipe, hardware, world)
         gemms = layer_plan.plan_layers(recipe, choice.backend)
     except ConfigError:
         # Report all violations, not only those of the first failing check.
@@ -140,19 +139,6 @@ def make_plan(
         raise
     _check_tokens(recipe, choice)
     return Plan(recipe, hardware, choice, layout, gemms, layer_plan.attention_plan(recipe))
-
-
-def _choose_backend(
-    recipe: Recipe, hardware: Hardware, layout: Part, strategy: Strategy | None
-) -> Choice:
-    """Chooses the backend for the resolved precision. No strategy means no layout to support."""
-    return choose(
-        layout.state.precision,
-        hardware,
-        statistics=recipe.log.fp8_stats_every_n_steps,
-        adapters=recipe.lora.enabled,
-        strategy=strategy,
-    )
 
 
 def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequence[PlannedLinear]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
+from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
 from fp8cfg.planning.communication import Sent, step_traffic
@@ -46,6 +46,7 @@ from fp8cfg.planning.peak_memory import (
     plan_memory,
     planned_backend,
 )
+from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.planning.reserve import reserve
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -485,7 +486,8 @@ def report_plan(
     choice: Choice | None = None
     refusals: list[str] = []
     try:
-        choice = _choose_backend(recipe, hardware, world)
+        # Installed libraries count only for a plan on a CPU, this machine.
+        choice = choose_backend(recipe, hardware, world, here=gpu is None)
     except ConfigError as error:
         refusals = error.problems
     try:
@@ -541,18 +543,6 @@ def report_plan(
     )
 
 
-def _choose_backend(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
-    """Chooses the backend. Installed libraries count only for a plan on a CPU, this machine."""
-    return choose(
-        rank_part(recipe, world).state.precision,
-        hardware,
-        statistics=recipe.log.fp8_stats_every_n_steps,
-        here=hardware.device == "cpu",
-        strategy=recipe.trainer.strategy,
-        adapters=recipe.lora.enabled,
-    )
-
-
 def _memory_problems(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
     """Returns a line if the widest rank does not fit the GPU. A CPU is not checked."""
     need = max(rank.total for rank in ranks)
@@ -576,7 +566,7 @@ def _find_alternative(
     """
 
     def backend(other: Recipe, ranks: int) -> str:
-        return _choose_backend(other, hardware, ranks).backend
+        return choose_backend(other, hardware, ranks, here=hardware.device == "cpu").backend
 
     search = Search(hardware.device, free, backend)
     meant_ranks = recipe.trainer.num_nodes * recipe.trainer.devices

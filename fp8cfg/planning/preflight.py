@@ -198,8 +198,21 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     return None if problem else fit
 
 
-def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
+def choose_backend(
+    recipe: Recipe,
+    hardware: Hardware,
+    ranks: int,
+    here: bool = True,
+    is_custom_model: bool = False,
+) -> Choice:
     """Chooses the backend of a recipe on a number of ranks.
+
+    Args:
+        recipe: The recipe.
+        hardware: Hardware of the run.
+        ranks: Number of ranks.
+        here: Whether `hardware` is this machine. Otherwise a named backend need not be installed.
+        is_custom_model: Whether the model is a custom model. Then no layout needs support.
 
     Raises:
         ConfigError: No backend runs the recipe on this hardware.
@@ -208,8 +221,9 @@ def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
         layout.rank_part(recipe, ranks).state.precision,
         hardware,
         statistics=recipe.log.fp8_stats_every_n_steps,
+        here=here,
+        strategy=None if is_custom_model else recipe.trainer.strategy,
         adapters=recipe.lora.enabled,
-        strategy=recipe.trainer.strategy,
     )
 
 

@@ -250,8 +250,6 @@ def _maker(
     fp8: FP8, product: str, fp8_gather: bool = False
 ) -> Callable[[nn.Linear], WatchedLinear]:
     if blocks(fp8):
-        pass
-
         return maker(fp8, product)
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 
