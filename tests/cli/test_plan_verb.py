@@ -30,7 +30,7 @@ LEVEL = [
     "opt_level=O2",
     "fp8.params=false",
     "model.recompute_granularity=full",
-]  # which goes with data parallelism only
+]  # which works with data parallelism only
 LARGE = ["recipe=llama_405b", "precision=bf16_fp8", "--gpu", "h100"]
 
 

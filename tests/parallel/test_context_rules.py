@@ -45,11 +45,11 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
     [
         (
             "precision=bf16_fp8 opt_level=O2",
-            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {CONTEXT}=1",
+            f"opt_level=O2: works {ALONE}; set opt_level=null, or {CONTEXT}=1",
         ),
         (
             "precision=bf16_fp8 backend=msamp",
-            f"backend=msamp: its level O2 goes {ALONE}; write backend=native",
+            f"backend=msamp: its level O2 works {ALONE}; set backend=native",
         ),
         (
             "precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",

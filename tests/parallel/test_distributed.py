@@ -51,7 +51,7 @@ def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> 
     for ranks, shard, note in (
         (1, "none", "opt_level=O3: needs more"),
         (2, "none", "opt_level=O3: needs more"),
-        (1, "zero1", "storage.shard=zero1: splits state"),
+        (1, "zero1", "storage.shard=zero1: no effect on one"),
         (2, "zero1", ""),
     ):
         done = launch(ranks, *words, f"storage.shard={shard}")

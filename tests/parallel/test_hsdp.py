@@ -245,7 +245,7 @@ def test_memory_is_that_of_a_group() -> None:
     [
         (
             "trainer.devices=4 storage.shard=none",
-            f"{GROUPS}=2: has no effect with storage.shard=none; write set storage.shard=zero1, or 1",
+            f"{GROUPS}=2: has no effect with storage.shard=none; set storage.shard=zero1, or set it to 1",
         ),
         (
             "trainer.devices=4 precision=bf16_fp8 fp8.params=false opt_level=O2",

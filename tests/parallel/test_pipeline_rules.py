@@ -24,11 +24,11 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
         ),
         (
             f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
-            f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages need a multiple of 2; write trainer.micro_batch_size=6",
+            f"{PIPELINE}=2: a step has 3 microbatches on each rank, but interleaved stages need a multiple of 2; set trainer.micro_batch_size=6",
         ),
         (
             "precision=bf16_fp8 opt_level=O2",
-            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {PIPELINE}=1",
+            f"opt_level=O2: works {ALONE}; set opt_level=null, or {PIPELINE}=1",
         ),
         (
             "precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",

@@ -33,7 +33,7 @@ ALONE = f"with data parallelism only, not with {KEY}"
         ),
         (
             "precision=bf16_fp8 opt_level=O2",
-            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {TENSOR}=1",
+            f"opt_level=O2: works {ALONE}; set opt_level=null, or {TENSOR}=1",
         ),
         (
             "precision=bf16_precision_aware storage.weight_grad=fp8",
@@ -59,12 +59,12 @@ ALONE = f"with data parallelism only, not with {KEY}"
         (
             "precision=bf16_nvfp4 model.ffn_hidden_size=144",
             f"fp8.scaling=nvfp4: {KEY} gives each rank 72 channels of linear_fc1, which must be "
-            "a multiple of 16; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
+            "a multiple of 16; set fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
         ),
         (
             "precision=bf16_fp8_block",
             f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "
-            "128; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
+            "128; set fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
         ),
     ],
 )

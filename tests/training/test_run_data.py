@@ -110,7 +110,7 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
     ("words", "says"),
     [
         ("data.mixture=[{path: a}]", "data.mixture[0].weight=null: must be a number above 0"),
-        ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
+        ("data.mixture=[{path: a, weight: 0}]", "weight=0: must be"),
         (
             "data.mixture=[{path: a, wieght: 1}]",
             "data.mixture[0].wieght: no such key; a part has path and weight",
