@@ -339,7 +339,7 @@ def test_compiled_it_runs_what_was_planned() -> None:
 def test_tokens_that_its_product_cannot_have_are_refused() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"that is 30 tokens, backend=torchao needs a multiple of 32; write backend=native, or model\.seq_length=32",
+        match=r"gives 30 tokens with .*, but backend=torchao needs a multiple of 32; set backend=native, or model\.seq_length=32",
     ):
         fp8cfg.build(
             small(
@@ -351,7 +351,7 @@ def test_tokens_that_its_product_cannot_have_are_refused() -> None:
 def test_tokens_that_a_model_of_ones_own_gives_it_are_refused_by_one_line() -> None:
     model, _ = tiny(scaling="mxfp8", format="e4m3")
     x = torch.randn(2, 15, 64)
-    line = r"^backend=torchao: a layer got 30 tokens, its MXFP8 needs a multiple of 32; write backend=native, or give the model another batch"
+    line = r"^backend=torchao: a layer got 30 tokens, its MXFP8 needs a multiple of 32; set backend=native, or give the model another batch"
     with backend.autocast(model):
         with pytest.raises(fp8cfg.ConfigError, match=line):
             model(x).sum().backward()

@@ -65,7 +65,7 @@ def test_json_is_as_in_the_metrics(finished: Path, capsys: pytest.CaptureFixture
         ([], "watch: needs one run folder, as in: fp8cfg watch runs/NAME"),
         (["a", "b"], "watch: needs one run folder, as in: fp8cfg watch runs/NAME"),
         (["nowhere"], "; add --wait if it starts later"),
-        ([str(ROOT / "README.md")], "it is a file"),
+        ([str(ROOT / "README.md")], "but a file"),
         (["--wiat"], "--wiat: no such option; did you mean '--wait'?"),
     ],
 )
