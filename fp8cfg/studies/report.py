@@ -280,17 +280,21 @@ def _overview_table(runs: Sequence[ReportedRun]) -> Table:
 
 
 def _problems(run: ReportedRun) -> list[str]:
-    """Returns remarks about losses that are not finite, skipped steps and clipped tensors."""
+    """Returns remarks about losses that are not finite and skipped steps."""
     lines = []
     steps, losses = run.data.series("loss")
     bad = [step for step, loss in zip(steps, losses, strict=True) if not np.isfinite(loss)]
     if bad:
-        lines.append(f"{len(bad):,} losses are not finite, the first in step {bad[0]:,}")
+        lines.append(f"The loss is not finite in {_count(bad)}, first in step {bad[0]:,}.")
     steps, stepped = run.data.series("stepped")
     skipped = [step for step, value in zip(steps, stepped, strict=True) if not value]
     if skipped:
-        lines.append(f"{len(skipped):,} steps were skipped, the last was step {skipped[-1]:,}")
+        lines.append(f"The optimizer skipped {_count(skipped)}, last step {skipped[-1]:,}.")
     return lines
+
+
+def _count(steps: Sequence[int]) -> str:
+    return f"{len(steps):,} step" + "s" * (len(steps) != 1)
 
 
 def _last(run: ReportedRun, name: str) -> str | None:
