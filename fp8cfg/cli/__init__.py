@@ -50,7 +50,7 @@ VERBS = {
     "explain": Verb(LOOK, "explain a key: type, meaning, effect, and who set it"),
     "diff": Verb(LOOK, "list the keys in which two recipes or runs differ"),
     "runs": Verb(STUDY, "list runs: state, losses, speed", path=True),
-    "compare": Verb(STUDY, "compare runs: keys, losses, speed, memory", path=True),
+    "compare": Verb(STUDY, "compare runs: keys, losses, speed, memory", words=()),
     "report": Verb(STUDY, "write an HTML page: curves, FP8 tensors, memory, recipe", path=True),
     "parity": Verb(STUDY, "compare the losses of precisions with a baseline's", trains=True),
     "sample": Verb(USE, "generate text from a run", path=True),

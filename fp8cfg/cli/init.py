@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
@@ -71,11 +72,13 @@ def _to_path(name: str) -> Path:
 
 def _write(path: Path, text: str) -> None:
     """Writes the file, and the folders above it. Raises NotWritable."""
+    # Under a new name first, so that a replaced file is whole at any time.
+    new = path.with_name(f".{path.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Under a new name first: a file that is replaced is whole at any time.
-        new = path.with_name(f".{path.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
         new.write_text(text, encoding="utf-8")
         new.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         raise NotWritable(f"{path}: cannot be written ({error.strerror})") from None
