@@ -298,22 +298,48 @@ def test_keys_without_sense(words: list[str], message: str) -> None:
 # Ranks
 
 
+LAYOUTS = {
+    "zero": "storage.shard=zero1",
+    "fsdp": "storage.shard=fsdp",
+    "tensor": "trainer.strategy.tensor_model_parallel_size=2",
+    "pipeline": "trainer.strategy.pipeline_model_parallel_size=2",
+}
+
+
+def _plant_in_stage(job: Job) -> Job:
+    """Makes activations infinite on the second stage in step BAD, of two microbatches, and in its rerun."""
+    modules = dict(job.model.named_modules())
+    calls = 0
+
+    def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return output * math.inf if 2 * BAD - 1 <= calls <= 2 * BAD + 2 else output
+
+    if "layers.1.mlp.linear_fc2" in modules:
+        modules["layers.1.mlp.linear_fc2"].register_forward_hook(spoil)
+    return job
+
+
 def _on_rank(world: World) -> dict[str, Any]:
-    """Losses of a run that skips a batch and of one that goes back, under two layouts."""
+    """Losses of a run that skips a batch and of one that goes back, under several layouts."""
     found: dict[str, Any] = {}
     root = Path(_shared_folder())
-    for shard in ("none", "fsdp"):
+    for name, layout in LAYOUTS.items():
         for policy in ("skip", "rewind"):
             words = (
                 "precision=bf16_fp8",
                 "trainer.devices=2",
-                f"storage.shard={shard}",
+                layout,
                 f"trainer.on_bad_step={policy}",
             )
-            job = plant(fp8cfg.build(small(*words, *WORDS)), BAD)
-            folder = root / f"{shard}-{policy}"
+            job = fp8cfg.build(small(*words, *WORDS))
+            job = _plant_in_stage(job) if name == "pipeline" else plant(job, BAD)
+            folder = root / f"{name}-{policy}"
             result = fp8cfg.fit(job, folder, world=world, say=lambda _: None)
-            found[f"{shard} {policy}"] = result.loss
+            lines = metrics(folder)
+            bad = [line["step"] for line in lines if line.get("bad_step") == policy]
+            found[f"{name} {policy}"] = [result.loss, bad, len(lines)]
     return found
 
 
@@ -334,6 +360,7 @@ def _shared_folder() -> str:
 def test_ranks_skip_and_go_back_together(tmp_path: Path) -> None:
     first, second = on_ranks(2, _on_rank, tmp_path)
     assert first == second
-    for shard in ("none", "fsdp"):
-        assert first[f"{shard} skip"] == first[f"{shard} rewind"]
-        assert math.isfinite(first[f"{shard} skip"])
+    for name in LAYOUTS:
+        loss, bad, count = first[f"{name} skip"]
+        assert math.isfinite(loss) and (bad, count) == ([BAD], 8)
+        assert first[f"{name} rewind"] == first[f"{name} skip"]
