@@ -40,7 +40,6 @@ from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.preflight import check_layout
 from fp8cfg.schema.errors import ConfigError, expect, refuse_if
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.studies.advice_report import Advice, Cost
 from fp8cfg.studies.advice_rules import (
     Choice,
@@ -48,6 +47,7 @@ from fp8cfg.studies.advice_rules import (
     Cover,
     LayerError,
     Remedy,
+    choose_remedy,
     find_remedy,
     layer_errors,
     list_choices,
@@ -127,7 +127,17 @@ def advise(
             if world.first and is_measured:
                 say(f"step {step + 1} of {steps}: loss {loss:.4f}, measured")
     return _advise(
-        recipe, choices, probe, cover, compose, unsupported, unmeasured, where, recipe.name, world
+        recipe,
+        choices,
+        probe,
+        cover,
+        compose,
+        unsupported,
+        unmeasured,
+        hardware,
+        where,
+        recipe.name,
+        world,
     )
 
 
@@ -195,7 +205,17 @@ def advise_model(
                 train_step()
     name = type(model).__name__
     return _advise(
-        base, choices, probe, cover, compose, unsupported, unmeasured, where, name, current()
+        base,
+        choices,
+        probe,
+        cover,
+        compose,
+        unsupported,
+        unmeasured,
+        hardware,
+        where,
+        name,
+        current(),
     )
 
 
@@ -207,7 +227,8 @@ def _advise(
     compose: Callable[..., Recipe],
     unsupported: Mapping[str, str],
     unmeasured: Mapping[str, str],
-    hardware: str,
+    hardware: Hardware,
+    where: str,
     name: str,
     world: World,
 ) -> Advice:
@@ -217,12 +238,14 @@ def _advise(
             "advise: no linear layer ran a training pass in a measured step; check that the model"
             " is not compiled and that its loss reaches the layers"
         )
-    for layer in probe.layers:
-        if not any(name == layer for name, _ in probe.errors):
-            unmeasured = {**unmeasured, layer: "it did not run in the measured steps"}
     candidates = probe.candidates
     errors = layer_errors(probe.errors, candidates, healthy_errors(candidates))
     errors = _of_all_ranks(errors, world)
+    measured = {error.layer for error in errors}
+    for layer in probe.layers:
+        unmeasured = {layer: "it did not run in the measured steps", **unmeasured}
+    # With pipeline stages another rank may have measured a layer.
+    unmeasured = {name: why for name, why in unmeasured.items() if name not in measured}
     amaxes = {name: layer.amaxes for name, layer in probe.layers.items()}
     remedies = [
         find_remedy(
@@ -235,7 +258,7 @@ def _advise(
         )
         for choice in choices
     ]
-    chosen = _choose(recipe, choices, remedies)
+    chosen = _choose(recipe, choices, remedies, hardware)
     seconds = probe.seconds
     # The first step is slower than all others.
     plain = seconds[False][1:] or seconds[False]
@@ -248,7 +271,7 @@ def _advise(
         errors=errors,
         unsupported=unsupported,
         unmeasured=unmeasured,
-        hardware=hardware,
+        hardware=where,
         compute=_precision(recipe),
         steps=len(seconds[True]) + len(seconds[False]),
         measured=probe.measured,
@@ -271,18 +294,14 @@ def _of_all_ranks(errors: list[LayerError], world: World) -> list[LayerError]:
     return list(worst.values())
 
 
-def _choose(recipe: Recipe, choices: Sequence[Choice], remedies: Sequence[Remedy]) -> Remedy | None:
-    """Returns the remedy of the recipe's scaling, or of the scaling with most FLOPs in FP8."""
-    usable = []
+def _choose(
+    recipe: Recipe, choices: Sequence[Choice], remedies: Sequence[Remedy], hardware: Hardware
+) -> Remedy | None:
+    """Returns the remedy of the recipe's scaling, or of the best one."""
     for choice, remedy in zip(choices, remedies, strict=True):
         if recipe.fp8.enabled and not choice.candidate.overrides:
             return remedy if remedy.recipe else None
-        # Four bits are for users who ask for them.
-        is_8_bit = SCALINGS[choice.candidate.fp8.scaling].bits == 8
-        if remedy.recipe is not None and is_8_bit:
-            usable.append(remedy)
-    # The first of equals: coarse scalings come first and are faster.
-    return max(usable, key=lambda remedy: round(remedy.share, 3), default=None)
+    return choose_remedy(remedies, (hardware.capability or (0, 0)) >= (10, 0))
 
 
 # --- layers and hardware

@@ -125,6 +125,7 @@ def _remedy_data(remedy: Remedy) -> dict[str, Any]:
             *(asdict(override) for override in remedy.overrides),
         ],
         "layers": list(remedy.layers),
+        "healthy_layers_kept_by_preset": list(remedy.kept),
         "share_of_matmul_flops": remedy.share,
         "share_without_overrides": remedy.share_before,
     }
@@ -205,16 +206,11 @@ def _causes(advice: Advice) -> str:
 
 
 def _scalings(advice: Advice) -> str:
-    rows = [
-        [
-            remedy.scaling,
-            str(len(remedy.layers)),
-            f"{remedy.share_before:.1%}",
-            f"{remedy.share:.1%}",
-        ]
-        for remedy in advice.remedies
-    ]
-    heads = ["scaling", "unhealthy layers", "FLOPs in FP8", "without unhealthy ones"]
+    rows = []
+    for remedy in advice.remedies:
+        layers = str(len(remedy.layers))
+        rows.append([remedy.scaling, f"{remedy.share_before:.1%}", layers, f"{remedy.share:.1%}"])
+    heads = ["scaling", "FLOPs in FP8", "unhealthy layers", "FLOPs without them"]
     return table(heads, rows, right=(1, 2, 3))
 
 
@@ -237,4 +233,10 @@ def _advice(advice: Advice) -> str:
     lines.append(share)
     if remedy.share < MIN_SHARE:
         lines.append("less than half of the FLOPs: expect little speedup")
+    if remedy.kept:
+        line = (
+            f"The preset keeps {len(remedy.kept)} healthy layers in {advice.compute}. To run them in"
+            " FP8, set fp8.high_precision_at_start=0 and fp8.high_precision_at_end=0."
+        )
+        lines.append(wrapped(line))
     return "\n".join(lines)

@@ -29,6 +29,19 @@ PRESETS = {
     "nvfp4": "nvfp4",
 }
 """The preset of each scaling, behind the name of the high precision."""
+ORDER = (
+    "current hybrid",
+    "delayed hybrid",
+    "current row hybrid",
+    "current e4m3",
+    "current row e4m3",
+    "block e4m3",
+    "block hybrid",
+    "mxfp8",
+)
+"""Scalings by preference, as in docs/choosing-a-precision.md. Blackwell prefers mxfp8."""
+TOLERANCE = 0.05
+"""A preferred scaling may cost so much more of the FLOPs than the healthiest one."""
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 Compose = Callable[[Sequence[str]], Recipe]
@@ -242,7 +255,8 @@ class Remedy:
         preset: Overrides that choose it. Empty if the recipe has it already.
         overrides: Overrides on top.
         recipe: The recipe with both. None if no layer is left in FP8.
-        layers: Layers that the overrides keep out of FP8.
+        layers: Unhealthy layers that the overrides keep out of FP8.
+        kept: Healthy layers that the preset keeps out of FP8, without the output layer.
         share: Share of matmul FLOPs in FP8 with the overrides.
         share_before: The same without them.
     """
@@ -252,8 +266,14 @@ class Remedy:
     overrides: tuple[Override, ...]
     recipe: Recipe | None
     layers: tuple[str, ...]
+    kept: tuple[str, ...]
     share: float
     share_before: float
+
+    @property
+    def lost(self) -> float:
+        """Share of FLOPs that the overrides take out of FP8."""
+        return self.share_before - self.share
 
     @property
     def words(self) -> list[str]:
@@ -309,6 +329,7 @@ def find_remedy(
         tuple(chosen),
         final,
         tuple(unhealthy),
+        _kept_by_preset(choice, errors),
         share,
         choice.coverage.share,
     )
@@ -324,6 +345,33 @@ def _unhealthy(
         if error.scaling == scaling and error.alarming and planned[error.layer][error.gemm]:
             found.setdefault(error.layer, []).append(error)
     return found
+
+
+def _kept_by_preset(choice: Choice, errors: Sequence[LayerError]) -> tuple[str, ...]:
+    """Returns the healthy layers at both ends that a preset keeps out of FP8."""
+    alarming = {
+        error.layer for error in errors if error.scaling == choice.candidate.name and error.alarming
+    }
+    measured = {error.layer for error in errors} - alarming
+    return tuple(
+        linear.name
+        for linear in choice.coverage.linears
+        if linear.name in measured and linear.reason.startswith("fp8.high_precision_at_")
+    )
+
+
+def choose_remedy(remedies: Sequence[Remedy], is_blackwell: bool) -> Remedy | None:
+    """Returns the preferred scaling among those that lose few FLOPs to unhealthy layers.
+
+    Args:
+        remedies: What each scaling needs.
+        is_blackwell: Whether the GPU is a Blackwell or newer.
+    """
+    order = ("mxfp8", *ORDER) if is_blackwell else ORDER
+    usable = [each for each in remedies if each.recipe is not None and each.scaling in order]
+    least = min((each.lost for each in usable), default=0.0)
+    healthy = [each for each in usable if each.lost <= least + TOLERANCE]
+    return min(healthy, key=lambda each: order.index(each.scaling), default=None)
 
 
 def _layer_options(

@@ -344,7 +344,7 @@ def test_the_command_writes_a_recipe_that_trains(capsys: Out, tmp_path: Path) ->
     ]
     assert set(data["unsupported"]) == {"block hybrid", "mxfp8", "nvfp4"}
     assert all(error["ratio"] < ALARM for error in data["errors"])
-    assert data["advice"]["scaling"] == "delayed hybrid"
+    assert data["advice"]["scaling"] == "current hybrid"
     recipe = fp8cfg.from_yaml(file)
     assert recipe.fp8.enabled and recipe.model.hidden_size == 64
     folder = f"log.folder={tmp_path / 'run'}"
