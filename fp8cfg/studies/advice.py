@@ -216,6 +216,7 @@ def advise_model(
         where,
         name,
         current(),
+        is_custom=True,
     )
 
 
@@ -231,6 +232,7 @@ def _advise(
     where: str,
     name: str,
     world: World,
+    is_custom: bool = False,
 ) -> Advice:
     """Turns the measurements into advice."""
     if not probe.errors:
@@ -277,6 +279,7 @@ def _advise(
         measured=probe.measured,
         asked=recipe.fp8.enabled,
         cost=Cost(median(plain) if plain else None, median(seconds[True])),
+        is_custom=is_custom,
     )
 
 

@@ -50,6 +50,7 @@ class Advice:
         measured: The measured steps, from 1.
         asked: Whether the given recipe names the scaling.
         cost: Time of the measurement.
+        is_custom: Whether it is about a custom model, without a recipe's model and training.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Advice:
     measured: Sequence[int]
     asked: bool
     cost: Cost
+    is_custom: bool = False
 
     @property
     def unhealthy(self) -> list[LayerError]:
@@ -110,7 +112,10 @@ class Advice:
             lines += [f"#   {reason}" for reason in override.reasons]
         preset = dict(word.split("=", 1) for word in self.remedy.preset)
         named = {"precision": preset["precision"]} if "precision" in preset else {}
-        return "\n".join([*lines, dump_yaml(as_data(self.recipe, named))])
+        values = as_data(self.recipe, named)
+        if self.is_custom:
+            values = {key: values[key] for key in ("precision", "fp8") if key in values}
+        return "\n".join([*lines, dump_yaml(values)])
 
     def __str__(self) -> str:
         sections = [_head(self), *_matrices(self), _causes(self), _scalings(self), _advice(self)]
@@ -141,6 +146,10 @@ def _head(advice: Advice) -> str:
     names = ", ".join(advice.unsupported)
     if names:
         lines.append(f"not supported there: {names}")
+    seconds = f"a measured step took {advice.cost.measured_step:.2g} s"
+    if advice.cost.step is not None:
+        seconds += f", other steps {advice.cost.step:.2g} s"
+    lines.append(seconds)
     for name, reason in advice.unmeasured.items():
         lines.append(f"not measured: {name}: {reason}")
     return "\n".join(wrapped(line, more="  ") for line in lines)
@@ -231,6 +240,9 @@ def _advice(advice: Advice) -> str:
     if remedy.overrides:
         share += f", {remedy.share_before:.1%} without the overrides"
     lines.append(share)
+    healthy = [each.scaling for each in advice.remedies if not each.overrides]
+    if remedy.overrides and healthy:
+        lines.append(wrapped(f"scalings without unhealthy layers: {', '.join(healthy)}", more="  "))
     if remedy.share < MIN_SHARE:
         lines.append("less than half of the FLOPs: expect little speedup")
     if remedy.kept:

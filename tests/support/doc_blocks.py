@@ -31,7 +31,7 @@ OWN_TESTS = {
 INFOS = ("python", "console", "yaml", "text")
 RUN = "runs/llama_tiny-20260102-030405"
 """The run folder that pages name; where one does, it is there."""
-TRAINS = ("train", "sweep", "resume", "rerun", "parity")
+TRAINS = ("train", "sweep", "resume", "rerun", "parity", "advise")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
