@@ -154,8 +154,8 @@ class ParityReport:
         study = self.study
         seeds = ", ".join(map(str, study.seeds))
         lines = [
-            f"parity of {study.name}: baseline {study.baseline}, {len(self.steps)} steps, seeds"
-            f" {seeds}, tolerance {study.tolerance:g}",
+            f"parity of {study.name}: {len(self.steps)} steps, seeds {seeds}, tolerance"
+            f" {study.tolerance:g}",
             self._baseline_line(),
         ]
         _print_lines(console, lines)
@@ -169,7 +169,7 @@ class ParityReport:
     def _baseline_line(self) -> str:
         loss = self.mean_loss(self.study.baseline)[-1]
         steps = "step" if self.window == 1 else f"{self.window} steps"
-        line = f"loss of the baseline in the last {steps}: {loss:.4f}"
+        line = f"baseline {self.study.baseline}: loss {loss:.4f} in the last {steps}"
         if self.band:
             line += f"; other seeds would move it by up to {self.band[-1]:.4f}"
         return line

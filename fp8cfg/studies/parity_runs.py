@@ -308,7 +308,7 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
     for number, run in enumerate(study.runs, 1):
         title = f"run {number} of {len(study.runs)}: {run.title}"
         if is_finished(run):
-            say(f"{title}: reused {printable(str(run.folder))}")
+            say(f"{title}: reused")
             continue
         say(title)
         _train_or_diverge(study, run, train_run, say)
@@ -317,9 +317,13 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
 def _train_or_diverge(study: Study, run: PlannedRun, train_run: TrainRun, say: Say) -> None:
     """Trains a run. A precision that diverges gets a verdict later, a baseline ends the study."""
     from fp8cfg.checkpoint.saver import Diverged
+    from fp8cfg.training.loop import Interrupted
 
     try:
         train_run(run, say)
+    except Interrupted:
+        say("to continue the study, run the same command again")
+        raise
     except Diverged as error:
         if run.precision == study.baseline:
             raise Diverged(f"the baseline diverged, {run.title}: {error}") from None

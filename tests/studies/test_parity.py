@@ -89,7 +89,7 @@ def test_the_same_command_again_reads_finished_runs_and_writes_none(
     assert parity(*command, "--json") == 0
     out, err = capsys.readouterr()
     assert tree(study) == before
-    assert err.count(": reused ") == 4
+    assert err.count(": reused") == 4
     data = json.loads(out)
     assert data["seeds"] == list(SEEDS) and data["steps"] == STEPS and data["window"] == 2
 
@@ -118,7 +118,11 @@ def test_the_table_states_the_verdict_and_what_it_cannot_tell(
     assert parity(*command, "--seeds", "2") == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > 80 and str(study) not in line] == []
-    assert "within " in out and "parity of llama_tiny: baseline bf16, 8 steps" in out
+    assert (
+        "within " in out
+        and "parity of llama_tiny: 8 steps, seeds 1234, 1235" in out
+        and "baseline bf16: loss " in out
+    )
     for limit in ("Short runs: 1.02K tokens", "Small model", "FP8 is emulated (bf16_fp8)"):
         assert limit in out
 
@@ -260,22 +264,23 @@ def test_in_python_with_overrides_of_a_precision_and_an_executor(
 
     report = fp8cfg.parity(
         recipe,
-        ["bf16", "bf16_fp8", "bf16_fp8 fp8.margin=2"],
+        ["bf16", "bf16_fp8", "bf16_fp8 fp8.margin=6"],
         seeds=2,
         steps=STEPS,
         executor=InThisProcess(),
         say=lambda _: None,
     )
-    assert commands == [f"bf16_fp8_fp8.margin_2-seed{seed}" for seed in SEEDS]
+    assert commands == [f"bf16_fp8_fp8.margin_6-seed{seed}" for seed in SEEDS]
     assert [verdict.precision for verdict in report.verdicts] == [
         "bf16_fp8",
-        "bf16_fp8 fp8.margin=2",
+        "bf16_fp8 fp8.margin=6",
     ]
-    assert not report.failed and "bf16_fp8 fp8.margin=2" in str(report)
+    # E4M3 has 17 binades: scales that are 2^-6 too small, with fitting inverses, lose nothing here.
+    assert not report.failed and "bf16_fp8 fp8.margin=6" in str(report)
     recipe_of_run = fp8cfg.RunFolder.open(
         copied / study.name / commands[0], lock=False
     ).read_recipe()
-    assert recipe_of_run.fp8.margin == 2 and recipe_of_run.trainer.seed == SEEDS[0]
+    assert recipe_of_run.fp8.margin == 6 and recipe_of_run.trainer.seed == SEEDS[0]
 
 
 def test_a_launcher_of_hydra_trains_what_is_missing(
