@@ -82,12 +82,16 @@ VALUES = {
     "trainer.val_check_interval": "500",
     "trainer.limit_val_batches": "64",
     "trainer.seed": "42",
+    "trainer.spike_factor": "3",
+    "trainer.max_bad_steps": "10",
     "checkpoint.every_n_steps": "1000",
     "checkpoint.every_minutes": "30",
     "checkpoint.keep": "5",
     "log.dir": "~/runs",
     "log.folder": "runs/llama_8b",
     "log.every_n_steps": "1",
+    "log.loggers": "[wandb]",
+    "log.project": "llama-8b",
     "log.fp8_stats_every_n_steps": "100",
 }
 """Values of keys without a list of choices, as on a command line."""

@@ -210,8 +210,8 @@ class RunFolder:
         ]
         if missing:
             raise RunFolderError(
-                f"{path}: not a run folder, {missing[0]} is missing; check the path, as in fp8cfg resume"
-                " runs/NAME"
+                f"{path}: not a run folder, {missing[0]} is missing; check the path, or list your"
+                " runs with fp8cfg runs"
             )
         if lock:
             run.lock()
@@ -228,7 +228,7 @@ class RunFolder:
             if Path(path).is_file():
                 why = "not a run folder, but a file"
             elif isinstance(e, FileNotFoundError | NotADirectoryError):
-                why = "run folder not found; check the path, as in fp8cfg resume runs/NAME"
+                why = "run folder not found; check the path, or list your runs with fp8cfg runs"
             else:
                 why = f"not a run folder ({e})"
             raise RunFolderError(f"{path}: {why}") from None

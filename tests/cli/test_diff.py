@@ -239,7 +239,7 @@ def test_mistakes(
 
 def test_a_folder_that_is_no_run(capsys: Out, tmp_path: Path) -> None:
     assert refused(capsys, "diff", str(tmp_path), "--") == [
-        f"{tmp_path}: not a run folder, {tmp_path / 'recipe.yaml'} is missing; check the path, as in fp8cfg resume runs/NAME"
+        f"{tmp_path}: not a run folder, {tmp_path / 'recipe.yaml'} is missing; check the path, or list your runs with fp8cfg runs"
     ]
 
 

@@ -222,7 +222,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(
     [
         (
             ["sample", "nowhere", "x"],
-            "nowhere: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+            "nowhere: run folder not found; check the path, or list your runs with fp8cfg runs",
         ),
         (["sample", "RUN"], "sample: needs a run folder and a prompt"),
         (["sample", "RUN", "- item"], "- item: no such option; what is none stands after --"),
@@ -251,7 +251,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(
         (["evaluate", "RUN", "--data", "gone"], "--data gone: no such file or folder"),
         (
             ["evaluate", "hf://o/n"],
-            "hf://o/n: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+            "hf://o/n: run folder not found; check the path, or list your runs with fp8cfg runs",
         ),
         (
             ["evaluate", "RUN", "--data", "hf://o/n"],

@@ -205,7 +205,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("rerun", "rerun: needs one run folder, as in: fp8cfg rerun runs/NAME"),
     (
         "rerun nowhere",
-        "nowhere: run folder not found; check the path, as in fp8cfg resume runs/NAME",
+        "nowhere: run folder not found; check the path, or list your runs with fp8cfg runs",
     ),
 ]
 

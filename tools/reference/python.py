@@ -34,6 +34,14 @@ TOPICS = {
         "`fit` trains a recipe or a job. `resume` continues a run.",
         "build Job fit resume run_data Callback RunFolder averaged Average",
     ),
+    "Look at runs": (
+        "Read run folders, compare runs, and write a page with their curves.",
+        "find_runs read_run RunData compare_runs Comparison write_report",
+    ),
+    "Does FP8 train as well here?": (
+        "Measure which precision fits your model, and compare losses with a baseline.",
+        "parity ParityReport advise advise_model Advice",
+    ),
     "Convert your own model": (
         "FP8 for any module, with your own training loop.",
         "convert_model convert_back has_fp8_layers collect_statistics",
