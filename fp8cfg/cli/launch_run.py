@@ -197,6 +197,7 @@ def launch(
     """
     from fp8cfg.training.data import refuse_absent
     from fp8cfg.training.loggers.run_loggers import refuse_missing
+    from fp8cfg.training.profiling import refuse_snapshot_on_cpu
 
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
@@ -206,6 +207,7 @@ def launch(
     refuse_absent(recipe)
     if _is_first_rank():
         refuse_missing(recipe)
+    refuse_snapshot_on_cpu(recipe, hardware.device)
     rank_part = layout.rank_part(recipe, sharding.ranks())
     say_notes(remarks.remark_lines(recipe, rank_part), recipe.log.level)
     head = run_header.header(recipe, hardware, choice)

@@ -203,6 +203,7 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     t.limit_val_batches, small.log.every_n_steps = 1, 1
     small.checkpoint.every_n_steps, small.checkpoint.keep = SAVED_AT, max(2, small.checkpoint.keep)
     small.checkpoint.every_minutes = 0.0
+    small.log.profile = None
     small.log.fp8_stats_every_n_steps = min(STEPS, small.log.fp8_stats_every_n_steps)
     if p.compute == "fp16" and p.loss_scale is None:
         p.initial_loss_scale = max(p.min_loss_scale, min(LOSS_SCALE, p.initial_loss_scale))

@@ -4,4 +4,4 @@ RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoin
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
 SKIPPED_STEPS = "skipped_steps.json"
 LOCK, TENSORBOARD, STATUS = "run.lock", "tensorboard", "status.json"
-LOGGERS, PLAN = "loggers.json", "plan.json"
+LOGGERS, PLAN, PROFILE = "loggers.json", "plan.json", "profile"

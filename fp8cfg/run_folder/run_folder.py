@@ -26,6 +26,7 @@ from fp8cfg.run_folder.file_names import LOCK as LOCK
 from fp8cfg.run_folder.file_names import LOGGERS as LOGGERS
 from fp8cfg.run_folder.file_names import METRICS as METRICS
 from fp8cfg.run_folder.file_names import PLAN as PLAN
+from fp8cfg.run_folder.file_names import PROFILE as PROFILE
 from fp8cfg.run_folder.file_names import RECIPE as RECIPE
 from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
 from fp8cfg.run_folder.file_names import STATUS as STATUS

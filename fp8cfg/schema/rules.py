@@ -557,6 +557,15 @@ def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
             [("log.resume", "never")],
             ["log.folder"],
         )
+    if recipe.trainer.accelerator == "cpu":
+        why = " with trainer.accelerator=cpu: it records GPU memory"
+        yield from idle(log, ("memory_snapshot",), why, "trainer.accelerator")
+    if log.profile and log.profile[1] > max_steps:
+        first, last = log.profile
+        yield Violation(
+            f"log.profile={first}:{last}",
+            f"ends after trainer.max_steps={max_steps}, the last step",
+        )
     interval = log.fp8_stats_every_n_steps
     if not recipe.fp8.enabled:
         why = " with fp8.enabled=false; remove it or set precision=bf16_fp8"

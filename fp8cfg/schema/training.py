@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -265,6 +266,12 @@ class Log(Node):
     project: str | None = Field(default=None, min_length=1)
     """Project in W&B and Trackio, experiment in MLflow. Default null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME if set, otherwise
     fp8cfg."""
+    profile: tuple[int, int] | None = None
+    """Steps to record with torch.profiler, as START:END: 10:12 records steps 10, 11 and 12 of the first rank. The trace is in
+    profile/ in the run folder. Default null."""
+    memory_snapshot: bool = False
+    """Record allocations of GPU memory on the first rank, and write a snapshot to profile/ in the run folder after three steps and
+    when memory runs out. Needs a GPU. Default false."""
     fp8_stats_every_n_steps: int = Field(default=0, ge=0)
     """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error) in
     fp8_stats.jsonl. Each takes one more forward and backward pass and covers the tensors of the first rank; of FP8 weights, those
@@ -285,6 +292,27 @@ class Log(Node):
         if repeated:
             raise ConfigError(f"log.loggers: {', '.join(repeated)} is listed twice; drop one")
         return value
+
+    @pydantic.field_validator("profile", mode="before")
+    @classmethod
+    def _parse_steps(cls, value: Any) -> Any:
+        """Converts "10:12" to (10, 12). Rejects empty ranges."""
+        steps = value
+        if isinstance(value, str) and re.fullmatch(r"\d{1,9}:\d{1,9}", value):
+            steps = tuple(int(step) for step in value.split(":"))
+        if steps is None:
+            return None
+        is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
+        if not is_pair or not all(type(step) is int for step in steps):
+            raise ConfigError(
+                f"log.profile={value}: expected START:END, as in log.profile=10:12; in YAML"
+                ' profile: "10:12"'
+            )
+        if not 1 <= steps[0] <= steps[1]:
+            raise ConfigError(
+                f"log.profile={steps[0]}:{steps[1]}: START must be at least 1 and at most END"
+            )
+        return steps
 
     @pydantic.field_validator("dir", "folder", mode="before")
     @classmethod

@@ -57,6 +57,7 @@ from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
+from fp8cfg.training.profiling import MemorySnapshots, StepProfiler
 from fp8cfg.training.progress import Peak, Progress, peak_speed
 from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.signals import REQUEUE, StopSignals
@@ -141,7 +142,8 @@ def train(
     first_step = start_from[1]["step"] if start_from else 0
     world = world or current()
     # The loggers end last, so they get the final state of the run.
-    loggers = RunLoggers(job, run, world.size, say)
+    log = job.recipe.log
+    loggers = RunLoggers(job, run, world.size, messages.of_run(say, log.level, log.progress))
     with loggers, RunStatus(run, first_step) as status:
         try:
             training = _Training(job, run, world, say, callbacks, data, status, loggers)
@@ -286,15 +288,19 @@ class _Training:
         if self.bad_steps.reads_each_loss:
             self.buffers = capture_buffers(self.job)
         self.logs.statistics(self.batches, step, self.world)
-        self._launch_step(step)
+        with self.profiler.step(num_done):
+            self._launch_step(step)
         # The first step is compared with the plan before the second one is launched.
         must_finish = (
             not self.runs_ahead
             or not self.report.is_proved
             or self._evaluates_after(num_done)
             or self._saves_after(num_done)
+            or self.profiler.must_finish(num_done)
         )
         self._finish_steps(max_pending=0 if must_finish else 1)
+        self.profiler.finish(num_done)
+        self.memory_snapshots.finish(num_done)
 
     def _launch_step(self, step: int) -> None:
         """Launches a step without waiting for its metrics."""
@@ -567,6 +573,9 @@ class _Training:
         self.logs = stack.enter_context(RunLogs(job, self.run, first_step, self.loggers))
         if first_step < self.max_steps:
             self.loggers.open(first_step)
+        self.profiler = stack.enter_context(StepProfiler(job, self.run, self.say))
+        snapshots = MemorySnapshots(job.recipe, self.run, self.say)
+        self.memory_snapshots = stack.enter_context(snapshots)
         self._report_gaps()
         self.report = StepReport(job, self.run, world, self.say, self.callbacks, self.logs)
         self.overflow = OverflowCollector(job, world)

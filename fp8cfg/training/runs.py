@@ -37,6 +37,7 @@ from fp8cfg.schema.tables import labeled
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loggers.run_loggers import refuse_missing
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
+from fp8cfg.training.profiling import refuse_snapshot_on_cpu
 from fp8cfg.training.step_report import Callback
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def fit(
     world = world or current()
     if world.first:
         refuse_missing(job.recipe)
+    refuse_snapshot_on_cpu(job.recipe, job.device.type)
     # The caller has created this folder and closes it.
     if isinstance(folder, RunFolder):
         run = folder if world.first else None
@@ -188,6 +190,7 @@ def resume(
         if world.first:
             refuse_missing(recipe)
         job = build(recipe, model)
+        refuse_snapshot_on_cpu(recipe, job.device.type)
         with opened_run(open_folder, world, _of_run(say, recipe)) as run:
             result = train(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)

@@ -498,6 +498,8 @@ RUNS = {
     "log.loggers": "test_loggers.py",
     "log.progress": "test_progress.py",
     "log.project": "test_loggers.py",
+    "log.profile": "test_profiling.py",
+    "log.memory_snapshot": "test_profiling.py",
     "fp8.min_coverage": "test_builder.py",
     "fp8.reduce_amax": "test_distributed.py",
     "fp8.tp_only_amax_red": "test_amax_group.py",

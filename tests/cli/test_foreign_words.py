@@ -43,7 +43,7 @@ ANSWERS = {
     "explain mxfp8": "write: fp8cfg explain fp8.scaling",
     "explain O2": "write: fp8cfg explain opt_level",
     "explain hybrid": "write: fp8cfg explain fp8.format",
-    "plot": "log.loggers=[tensorboard] writes curves",
+    "plot": "write: fp8cfg report RUN_FOLDER",
     "compare": "fp8cfg diff RUN_FOLDER RUN_FOLDER",
     "runs": "run folders are in log.dir",
     "serve": "fp8cfg export hf RUN_FOLDER OUT --fp8 block",
