@@ -50,7 +50,7 @@ _INSTEAD = {
     "convert": "write: fp8cfg export hf RUN_FOLDER OUT, or fp8cfg import PROJECT FILE",
     "plot": "write: fp8cfg report RUN_FOLDER, which draws the curves of runs",
     "bench": "write: fp8cfg plan, which predicts step time and memory",
-    "profile": "write: fp8cfg plan, which predicts step time and memory",
+    "profile": "log.profile=START:END of a run records its steps; fp8cfg plan predicts memory",
 }
 """Words that other tools begin with, and what does it here."""
 

@@ -166,6 +166,13 @@ _KEYS_BY_LAST_NAME = {
     "create_wandb_logger": "log.loggers=[wandb]",
     "create_mlflow_logger": "log.loggers=[mlflow]",
     "create_tensorboard_logger": "log.loggers=[tensorboard]",
+    "profiling": "log.profile",
+    "enable_profiling": "log.profile",
+    "use_pytorch_profiler": "log.profile",
+    "profile_step_start": "log.profile",
+    "profile_step_end": "log.profile",
+    "enable_memory_snapshot": "log.memory_snapshot",
+    "record_memory_history": "log.memory_snapshot",
     "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
     "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size",
     # axolotl, TRL, LLaMA-Factory
@@ -407,10 +414,6 @@ ABSENT = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _NO_EPOCHS),
     **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction"), _NO_SHARE),
     **dict.fromkeys(("max_time", "max_time_per_run", "exit_duration_in_mins"), _NO_TIME),
-    **dict.fromkeys(
-        ("profiling", "enable_profiling", "enable_memory_snapshot"),
-        "there is no profiler; fp8cfg plan predicts step time and memory",
-    ),
     "config_file": "pass a file without a key: fp8cfg FILE.yaml",
     "data_parallel_shard_degree": (
         "set storage.shard=fsdp; its size follows from the number of ranks"

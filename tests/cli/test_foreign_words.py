@@ -68,7 +68,7 @@ ANSWERS = {
     "check model.hf=./folder": "set recipe=from_hf model.path=FOLDER",
     "check trainer.max_time=2h": "checkpoint.every_minutes saves by time",
     "check adapter=lora": "it belongs to task=lora",
-    "check profiling=true": "there is no profiler",
+    "check profiling=true": "it belongs to log.profile",
     "check config_file=x": "fp8cfg FILE.yaml",
     "check float8=true": "it belongs to fp8",
     "check load_in_8bit=true": "fp8.params=true",
@@ -118,7 +118,7 @@ SECTIONS = {
     "activation_checkpoint.mode": ("full", "it belongs to model.recompute_granularity"),
     "float8.filter_fqns": (["output"], "it belongs to fp8.exclude"),
     "job.config_file": ("x.toml", "fp8cfg FILE.yaml"),
-    "profiling": ({"enable_profiling": True}, "there is no profiler"),
+    "profiling": ({"enable_profiling": True}, "it belongs to log.profile"),
 }
 
 

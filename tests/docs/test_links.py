@@ -70,6 +70,7 @@ def test_links_out_are_to_projects_that_the_pages_are_about() -> None:
         "https://github.com/pytorch/",
         "https://pytorch.org/",
         "https://arxiv.org/abs/",
+        "https://ui.perfetto.dev",
     )
     for page in PAGES:
         assert [
