@@ -153,17 +153,23 @@ def _signature(function: Any) -> str:
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     signature = signature.replace(parameters=parameters)
-    text = str(signature).replace("'", "")
+    text = _readable(str(signature))
     if len(text) <= WIDTH or not parameters:
         return text
     bare = signature.replace(parameters=[], return_annotation=inspect.Signature.empty)
-    returned = str(signature.replace(parameters=[])).removeprefix(str(bare)).replace("'", "")
-    lines = [f"    {parameter},".replace("'", "") for parameter in parameters]
+    returned = str(signature.replace(parameters=[])).removeprefix(str(bare))
+    lines = [f"    {parameter}," for parameter in parameters]
     # Python 3.13 has Signature.format(max_width=...), which does all of this.
     keyword_only = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
     if any(keyword_only):
         lines.insert(keyword_only.index(True), "    *,")
-    return "\n".join(["(", *lines, f"){returned}"])
+    return _readable("\n".join(["(", *lines, f"){returned}"]))
+
+
+def _readable(signature: str) -> str:
+    """Removes the quotes of annotations and the addresses of functions that are defaults."""
+    named = re.sub(r"<function (\w+) at 0x\w+>", r"\1", signature.replace("'", ""))
+    return re.sub(r"<function [^ ]+ at 0x\w+>", "...", named)
 
 
 def _first_sentence(thing: Any) -> str:
