@@ -46,7 +46,7 @@ from fp8cfg.schema.fp8 import FP8
 ROLES = {FPROP: (INPUT, WEIGHT), DGRAD: (GRAD_OUTPUT, WEIGHT), WGRAD: (GRAD_OUTPUT, INPUT)}
 """The two operands of each GEMM."""
 SAMPLED = 32
-"""Rows that are sampled of activations and gradients, spread evenly. Half of them if they are long."""
+"""Rows that are sampled of activations and gradients. Half of them if they are long."""
 LONG = 2048
 """Elements of a long row. In wgrad a row has all tokens."""
 SAMPLED_WEIGHTS = 128
@@ -214,9 +214,9 @@ def sampled_rows(shape: Sequence[int], is_weight: bool, number: int) -> Tensor:
     sampled = SAMPLED if shape[1] <= LONG else SAMPLED // 2
     if count <= sampled:
         return torch.arange(count, dtype=torch.int64)
-    # A prime between two samples: it moves the rows each time.
-    spread = torch.arange(sampled, dtype=torch.int64) * count // sampled
-    return (spread + 7919 * number) % count
+    # At random: evenly spaced rows could all be of the same attention head or expert.
+    generator = torch.Generator().manual_seed(number)
+    return torch.randperm(count, generator=generator, dtype=torch.int64)[:sampled]
 
 
 @torch.no_grad()

@@ -343,7 +343,10 @@ def test_the_command_writes_a_recipe_that_trains(capsys: Out, tmp_path: Path) ->
         "block e4m3",
     ]
     assert set(data["unsupported"]) == {"block hybrid", "mxfp8", "nvfp4"}
-    assert all(error["ratio"] < ALARM for error in data["errors"])
+    # The first gradients of queries and keys are too small for a single scale in E4M3.
+    hybrid = [error for error in data["errors"] if error["scaling"].startswith("current")]
+    hybrid = [error for error in hybrid if error["scaling"].endswith("hybrid")]
+    assert len(hybrid) > 40 and all(error["ratio"] < ALARM for error in hybrid)
     assert data["advice"]["scaling"] == "current hybrid"
     recipe = fp8cfg.from_yaml(file)
     assert recipe.fp8.enabled and recipe.model.hidden_size == 64
