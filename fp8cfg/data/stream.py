@@ -122,9 +122,9 @@ class Shards:
                 yield number, text
 
 
-_STEPS_BEFORE = 3
-"""Steps whose samples are kept before those of the latest: a run reads up to two steps ahead, and saves the place after the step
-before the one that is under way."""
+_STEPS_BEFORE = 4
+"""Steps whose samples are kept before those of the latest: a run reads up to two steps ahead, saves the place after the step before
+the one that is under way, and looks up where the samples of that step begin if it was bad."""
 
 
 class Stream:
