@@ -122,7 +122,7 @@ def open_run(folder: str | Path) -> RunFolder:
     if below:
         count = "1 run" if len(below) == 1 else f"{len(below)} runs"
         example = f"; it has {count} in it, such as {below[0]}"
-    raise RunFolderError(f"{folder} is not a run folder: there is no {run.recipe}{example}")
+    raise RunFolderError(f"{folder}: not a run folder, {run.recipe} is missing{example}")
 
 
 def run_name(folder: Path) -> str:

@@ -193,9 +193,9 @@ def test_mistakes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"{one}/.: given twice; name each run once"
     ]
     (line,) = refused(capsys, "compare", one, str(root))
-    assert line.startswith(f"{root} is not a run folder") and "it has 4 runs in it" in line
+    assert line.startswith(f"{root}: not a run folder") and "it has 4 runs in it" in line
     (line,) = refused(capsys, "compare", one, "nowhere")
-    assert line == "nowhere is not a run folder: there is no nowhere"
+    assert line == "nowhere: run folder not found; check the path, such as runs/NAME"
     assert refused(capsys, "compare", one, one, "fp8.margin=1") == [
         "compare: takes run folders, remove fp8.margin=1"
     ]

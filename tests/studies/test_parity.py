@@ -378,7 +378,7 @@ def test_wrong_arguments_get_one_line_each(
         (["precision=bf16,bf16_mxfp8", new, "fp8.margin=1"], "precision=bf16_mxfp8: fp8.margin=1"),
         (["precision=bf16_fp8", "--against", run, "--seeds", "2"], "drop --seeds"),
         (["precision=bf16_fp8", "--against", run, "--against", run], "trainer.seed=1234"),
-        (["precision=bf16_fp8", "--against", str(tmp_path)], "is not a run folder"),
+        (["precision=bf16_fp8", "--against", str(tmp_path)], "not a run folder"),
         (["precision=bf16_fp8", "--against", run, "optim.lr=1"], "write optim.lr=0.003"),
         ([both, f"log.dir={study.parent}", "optim.lr=0.01"], "has a run with optim.lr=0.003"),
         ([both, new, "--output", str(tmp_path)], f"--output {tmp_path}: is a folder"),

@@ -174,9 +174,9 @@ def test_reading_changes_nothing(mine: Path) -> None:
 
 def test_a_folder_that_is_no_run(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("recipe: llama_tiny\n")
-    with pytest.raises(RunFolderError, match=f"{tmp_path} is not a run folder"):
+    with pytest.raises(RunFolderError, match=f"{tmp_path}: not a run folder"):
         read_run(tmp_path)
-    with pytest.raises(RunFolderError, match="there is no nowhere"):
+    with pytest.raises(RunFolderError, match="nowhere: run folder not found"):
         read_run("nowhere")
     with pytest.raises(RunFolderError, match=f"1 run in it, such as {whole}"):
         read_run(whole.parent)
