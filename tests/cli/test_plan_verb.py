@@ -206,7 +206,7 @@ def test_a_layout_that_is_not_run_is_planned_and_refused(
     assert "; set opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
     assert lines[-1].endswith(" trainer.smoke=true")
     assert (
-        "\ndoes not run: opt_level=O2: works with data parallelism only, not\n" in out
+        "\ndoes not run: opt_level=O2: works with data parallelism only, not with\n" in out
         and "\nruns with: trainer.smoke=true\n" in out
     )
     assert "\nplan only: training does not support this layout\n" in out

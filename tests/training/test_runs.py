@@ -227,7 +227,7 @@ def test_a_key_of_a_recipe_is_no_argument() -> None:
         r"fit: has no argument max_steps; set recipe\.trainer\.max_steps; fit expects a Job,"
         r" and fp8cfg\.build\(recipe\) returns one": lambda: fp8cfg.fit(small(), max_steps=2),  # type: ignore[call-arg, arg-type]
         r"build: has no argument lr; set recipe\.optim\.lr": lambda: fp8cfg.build(small(), lr=1),  # type: ignore[call-arg]
-        r"resume: has no argument max_steps; write overrides=\['trainer\.max_steps=VALUE'\]": (
+        r"resume: has no argument max_steps; pass overrides=\['trainer\.max_steps=VALUE'\]": (
             lambda: fp8cfg.resume("a", max_steps=2)  # type: ignore[call-arg]
         ),
     }
@@ -375,7 +375,7 @@ def test_ranks_that_shared_their_amaxes_are_not_asked_again(
             {"callbacks": [print]},
             "callbacks: expected objects of a subclass of fp8cfg.Callback, got <built-in",
         ),
-        ({"callbacks": [fp8cfg.Callback]}, r"write Callback\(\)$"),
+        ({"callbacks": [fp8cfg.Callback]}, r"pass Callback\(\)$"),
     ],
 )
 def test_arguments_of_other_kinds_are_refused_before_a_step(
