@@ -65,7 +65,7 @@ def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -
     """With words that are taken, by which the search goes too."""
     words = f"trainer.devices=2 trainer.micro_batch_size=2 {CONTEXT}=2 {words}"
     assert [str(found) for found in layout_violations(small(*words.split()), 2)] == [line]
-    write = line.partition("; write ")[2].split(", or ")[0].split()
+    write = line.partition("; set ")[2].split(", or ")[0].split()
     assert (
         layout_violations(small(*words.split(), *write), 2)
         == layout_violations(small(*words.replace(f"{CONTEXT}=2", "").split()), 2)
