@@ -104,14 +104,12 @@ def precision(recipe: Recipe) -> str:
     p, f = recipe.precision, recipe.fp8
     if not f.enabled:
         return f"{p.compute}, no FP8"
-    history = (
-        f", history {f.amax_history_len} {f.amax_compute_algo}, margin {f.margin}"
-        if SCALINGS[f.scaling].history
-        else ""
-    )
-    return f"{p.compute}, {scalings.title(f.scaling)} {f.format}{history}" + (
-        f", opt_level {p.opt_level}" if p.opt_level else ""
-    )
+    parts = [p.compute, f"{scalings.title(f.scaling)} {f.format}"]
+    if SCALINGS[f.scaling].history:
+        parts += [f"history {f.amax_history_len} {f.amax_compute_algo}", f"margin {f.margin}"]
+    if p.opt_level:
+        parts.append(f"opt_level {p.opt_level}")
+    return ", ".join(parts)
 
 
 def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> str:
@@ -131,36 +129,32 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
 
 def _optimizer(recipe: Recipe) -> str:
     """Describes the optimizer and the dtypes of its state."""
-    o, columns, clip = recipe.optim, resolved(recipe.precision), recipe.trainer.gradient_clip_val
-    masters = (
-        "no masters"
-        if columns["master_weight"] == "none"
-        else f"{columns['master_weight']} masters"
+    optim, columns, clip = (
+        recipe.optim,
+        resolved(recipe.precision),
+        recipe.trainer.gradient_clip_val,
     )
-    moments = (
-        ""
-        if o.name == "sgd"
-        else f", moments {'/'.join(dict.fromkeys((columns['exp_avg'], columns['exp_avg_sq'])))}"
-    )
-    clipped = f"gradients clipped at {clip:g}" if clip else "no clipping"
-    return (
-        f"{o.name}, weights {columns['weight']}, {masters}{moments}, weight decay"
-        f" {o.weight_decay:g}, {clipped}"
-    )
+    parts = [optim.name, f"weights {columns['weight']}"]
+    if columns["master_weight"] == "none":
+        parts.append("no masters")
+    else:
+        parts.append(f"{columns['master_weight']} masters")
+    if optim.name != "sgd":
+        moments = dict.fromkeys((columns["exp_avg"], columns["exp_avg_sq"]))
+        parts.append(f"moments {'/'.join(moments)}")
+    parts.append(f"weight decay {optim.weight_decay:g}")
+    parts.append(f"gradients clipped at {clip:g}" if clip else "no clipping")
+    return ", ".join(parts)
 
 
 def _schedule(recipe: Recipe) -> str:
     """Describes the learning-rate schedule."""
-    o, steps = recipe.optim, recipe.trainer.max_steps
-    end = (
-        ""
-        if o.lr_decay_style == "constant"
-        else f" to {o.end_lr:g} at step {steps - o.constant_steps}"
-    )
-    return (
-        f"{o.lr_decay_style}: {o.warmup_steps} warm-up steps to lr"
-        f" {o.lr:g}{', then' if end else ''}{end}"
-    )
+    optim = recipe.optim
+    text = f"{optim.lr_decay_style}: {optim.warmup_steps} warm-up steps to lr {optim.lr:g}"
+    if optim.lr_decay_style != "constant":
+        last_step = recipe.trainer.max_steps - optim.constant_steps
+        text += f", then to {optim.end_lr:g} at step {last_step}"
+    return text
 
 
 class JobAutocast:
@@ -308,11 +302,10 @@ class Job:
     def __repr__(self) -> str:
         model = self.prepared.model
         # A rank of a mesh has only parts of the parameters, so the count comes from the recipe.
-        count = (
-            sum(p.numel() for p in model.parameters())
-            if self.prepared.mesh is None
-            else parameter_count(self.recipe)
-        )
+        if self.prepared.mesh is None:
+            count = sum(parameter.numel() for parameter in model.parameters())
+        else:
+            count = parameter_count(self.recipe)
         return summary(
             self.recipe,
             self.plan,

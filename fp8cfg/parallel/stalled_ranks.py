@@ -436,11 +436,9 @@ def _agent_holds_store() -> bool:
 def _silent_store(gone: bool = False) -> str:
     """Returns the text for a store without answers or, if `gone`, for an ended one."""
     holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
-    return (
-        f"{holder}, which held the store, has ended"
-        if gone
-        else f"{holder}, which holds the store, does not answer: {_GONE}"
-    )
+    if gone:
+        return f"{holder}, which held the store, has ended"
+    return f"{holder}, which holds the store, does not answer: {_GONE}"
 
 
 def _said_of(silent: Sequence[int]) -> str | None:
@@ -491,10 +489,11 @@ def _key(rank: int) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Returns up to 16 ranks as text, such as `ranks 1, 2 and 5 more`."""
-    shown = ", ".join(map(str, ranks[:16])) + (
-        f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    )
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+    text = "rank " if len(ranks) == 1 else "ranks "
+    text += ", ".join(map(str, ranks[:16]))
+    if len(ranks) > 16:
+        text += f" and {len(ranks) - 16} more"
+    return text
 
 
 Phase = Literal["start", "step"]

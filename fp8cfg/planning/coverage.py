@@ -91,11 +91,10 @@ class Coverage:
             / max(1, len(self.attentions))
             * self.attention_flops
         )
-        return (
-            (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self.flops
-            if self.flops
-            else 0.0
-        )
+        if not self.flops:
+            return 0.0
+        linears = sum(self._of(linear) * linear.fp8_share for linear in self.linears)
+        return (attention + linears) / self.flops
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
@@ -325,7 +324,9 @@ def _reach(tokens: int, window: int | None) -> float:
     """Twice the average number of keys per query under a causal mask, in leading order."""
     # Full attention: a query sees half of the tokens on average. With a window of w tokens a
     # query sees w of them, except for the first w queries with half of that.
-    return tokens if window is None or window >= tokens else 2 * window - window * window / tokens
+    if window is None or window >= tokens:
+        return tokens
+    return 2 * window - window * window / tokens
 
 
 def coverage_of_layers(
@@ -460,9 +461,9 @@ def _add(
 
 def _why(p: PlannedLinear) -> str:
     """The reason for high precision if neither the plan nor the conversion has one."""
-    return (
-        "ran outside of the autocast context" if HIGH_PRECISION in p.gemms else "did not multiply"
-    )
+    if HIGH_PRECISION in p.gemms:
+        return "ran outside of the autocast context"
+    return "did not multiply"
 
 
 def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:

@@ -180,21 +180,20 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
         ranks: Number of ranks to start here. Defaults to the launched ranks. Without a launcher
             the default is the number of GPUs, up to trainer.devices.
     """
-    there = ranks or (
-        min(count_gpus(), recipe.trainer.devices)
-        if _starts_here(hardware.device)
-        else sharding.ranks()
-    )
     free = free_memory(hardware.device, ranks)
+    if not ranks and _starts_here(hardware.device):
+        ranks = min(count_gpus(), recipe.trainer.devices)
+    elif not ranks:
+        ranks = sharding.ranks()
 
     def backend(other: Recipe, world: int) -> str:
         return choose_backend(other, hardware, world).backend
 
-    fit = smoke_run(recipe, there, backend)
+    fit = smoke_run(recipe, ranks, backend)
     if fit is None:
         return None
-    small = smoke.cut_recipe(fit.recipe, there)
-    problem = memory_problem(small, hardware.device, free, backend(small, there), there)
+    small = smoke.cut_recipe(fit.recipe, ranks)
+    problem = memory_problem(small, hardware.device, free, backend(small, ranks), ranks)
     return None if problem else fit
 
 

@@ -178,27 +178,25 @@ def compiles(
     if wanted == "on":
         _refuse_disabled()
     cxx = os.environ.get("CXX", "g++")  # Inductor's default
-    there = (
-        importlib.util.find_spec("triton") is not None
-        if device == "cuda"
-        else shutil.which(cxx) is not None
-    )
-    if wanted == "on" and not there:
-        what = "triton" if device == "cuda" else f"C++ compiler ({cxx})"
-        unset = ", or unset CXX" if device != "cuda" and "CXX" in os.environ else ""
-        raise ConfigError(f"trainer.compile=on: no {what} here; set it to off{unset}")
+    advice = "set it to off"
+    if device == "cuda":
+        compiler = "triton"
+        can_compile = importlib.util.find_spec("triton") is not None
+    else:
+        compiler = f"C++ compiler ({cxx})"
+        can_compile = shutil.which(cxx) is not None
+        if "CXX" in os.environ:
+            advice += ", or unset CXX"
+    if wanted == "on" and not can_compile:
+        raise ConfigError(f"trainer.compile=on: no {compiler} here; {advice}")
     if wanted != "auto":
         return wanted == "on"
     coverage = planned_coverage(recipe, plan)
     # 6 FLOPs per weight and token: forward, dgrad and wgrad take one multiply and one add each.
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
-    there = there and _disabled() is None
-    return (
-        there
-        and per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps
-        >= WORTH_FLOPS[device]
-    )
+    flops = per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps
+    return can_compile and _disabled() is None and flops >= WORTH_FLOPS[device]
 
 
 def _disabled() -> str | None:

@@ -37,7 +37,10 @@ MORE = [
     "log=wandb",
 ]
 _QUOTED = r"\"[^\"]+\"|'(?:[^']|'(?=\"))+'|\S+"
-_WRITE = re.compile(rf"(?:write|written) ({_QUOTED})(?: or ({_QUOTED}))?(?=$|[;,]| or | without)")
+_WRITE = re.compile(
+    rf"(?:write|set|write a list as|without commas:|remove the \+:) ({_QUOTED})"
+    rf"(?: or ({_QUOTED}))?(?=$|[;,]| or | without)"
+)
 _MEANT = re.compile(r"did you mean '([^']+)'\?")
 STEPS = 4
 
