@@ -191,7 +191,8 @@ class JobAutocast:
                 self._frozen[name] = parameter
 
     def __call__(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Returns a context. FP8 layers run in FP8 inside, or in high precision if not `enabled`."""
+        """Returns a context. FP8 layers run in FP8 inside, or in high precision if not"
+        " `enabled`."""
         from fp8cfg.backends.any_model import checks
 
         model = self.prepared.model
@@ -569,6 +570,7 @@ class Job:
         """Raises RuntimeError if no loss was multiplied by the fp16 loss scale."""
         if not self._scales:
             raise RuntimeError(
-                "no loss was multiplied by the fp16 loss scale, but the optimizer divides by it; call"
+                "no loss was multiplied by the fp16 loss scale, but the optimizer divides by it;"
+                " call"
                 " job.backward(loss), or job.scaled(loss) before your own backward"
             )

@@ -166,14 +166,14 @@ def _restore_model(
     storage_differs = any(matches(key, ["fp8", "storage.weight"]) for key in changed_keys)
     storage_differs |= convert_masters(job, saved, optimizer, storage_differs)
     saved = add_frozen_weights(job.recipe, job.model, saved)
-    own = stored_state_dict(job.model)
+    stored = stored_state_dict(job.model)
     recalibrates = isinstance(tensors, LoadedTensors) and tensors.recalibrate_fp8
     if storage_differs:
         # Weights come from the masters. Scales and histories stay if they mean the same.
-        state = dict(own)
+        state = dict(stored)
         for name, tensor in saved.items():
-            if name in own:
-                converted = _convert(name, tensor, own[name])
+            if name in stored:
+                converted = _convert(name, tensor, stored[name])
                 if converted is not None:
                     state[name] = converted
         saved = state
@@ -181,8 +181,8 @@ def _restore_model(
         scales_are_set = step >= job.recipe.fp8.interval
         removed: set[str] = set()
         if recalibrates:
-            removed = recalibrate_fp8(saved, own, scales_are_set, say)
-        expected = {name: tensor for name, tensor in own.items() if name not in removed}
+            removed = recalibrate_fp8(saved, stored, scales_are_set, say)
+        expected = {name: tensor for name, tensor in stored.items() if name not in removed}
         check_fp8_state(saved, expected, scales_are_set)
     job.model.load_state_dict(saved)
     if recalibrates:
@@ -295,7 +295,8 @@ def backend_change(state: dict[str, Any], recipe: Recipe, backend: str) -> str |
     if not had_fp8 or not recipe.fp8.enabled:
         return None
     return (
-        f"note: backend=auto: now {backend}, {saved_backend} in the checkpoint; losses may differ in"
+        f"note: backend=auto: now {backend}, {saved_backend} in the checkpoint; losses may differ"
+        " in"
         " the last bits"
     )
 

@@ -183,15 +183,15 @@ def select_stage(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def gather_optimizer_json(job: Job) -> dict[str, Any]:
     """Returns the JSON state of the optimizer for all pipeline stages. All ranks call it."""
-    own = job.optimizer.state_json()
+    local_state = job.optimizer.state_json()
     if job.prepared.pipeline is None:
-        return own
-    texts = pipeline_world(job.prepared).texts(json.dumps(own["state"]))
+        return local_state
+    texts = pipeline_world(job.prepared).texts(json.dumps(local_state["state"]))
     state = {}
     # In reverse, so that the first stage's entry of a tied embedding stays.
     for text in reversed(texts):
         state.update(json.loads(text))
-    return {**own, "state": state}
+    return {**local_state, "state": state}
 
 
 def select_optimizer_json(job: Job, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,7 +218,7 @@ def convert_masters(
     Returns:
         Whether a master came from the model. Its weight must be written from the master.
     """
-    own = job.optimizer.state_tensors()
+    state = job.optimizer.state_tensors()
     first_names: dict[Tensor, str] = {}
     has_new_master = False
     for name, parameter in job.model.named_parameters(remove_duplicate=False):
@@ -226,7 +226,7 @@ def convert_masters(
         key = f"{first_names.setdefault(parameter, name)}.master"
         master = optimizer.get(key)
         weight = model.get(name)
-        if master is not None and key not in own:
+        if master is not None and key not in state:
             # The parameter becomes its own master and needs no scales.
             model[name] = master
             module_name = name.rpartition(".")[0]
@@ -236,7 +236,7 @@ def convert_masters(
         if weight is None:
             continue
         if master is None:
-            if key in own and weight.dtype == torch.float32:
+            if key in state and weight.dtype == torch.float32:
                 optimizer[key] = weight
                 has_new_master = True
             continue
@@ -245,7 +245,7 @@ def convert_masters(
         if storage_differs and is_cast and master.dtype == torch.float32:
             model[name] = master
     for key in list(optimizer):
-        if key.endswith(".master") and key not in own:
+        if key.endswith(".master") and key not in state:
             del optimizer[key]
     return has_new_master
 
@@ -300,14 +300,15 @@ def refuse_other_base(recipe: Recipe, base: dict[str, Any] | None) -> None:
     """Raises ConfigError if a checkpoint's adapters were trained over other weights."""
     if base is None:
         return
-    own = base_of_adapters(recipe)
-    if own is None or own["sha256"] == base["sha256"]:
+    current_base = base_of_adapters(recipe)
+    if current_base is None or current_base["sha256"] == base["sha256"]:
         return
     saved = "random weights of trainer.seed"
     if base["sha256"]:
         saved = f"{base['weights']} (sha256 {base['sha256'][:12]})"
     raise ConfigError(
-        f"model.weights={recipe.model.weights}: the adapters of this run were trained on {saved}; set"
+        f"model.weights={recipe.model.weights}: the adapters of this run were trained on {saved};"
+        " set"
         " it to those weights"
     )
 

@@ -182,9 +182,9 @@ class TensorFiles:
         try:
             if name not in self._open_files:
                 # Opens the folder first, without following links.
-                above, _, last = name.rpartition("/")
-                inside = self.folder.folder(above) if above else self.folder
-                self._open_files[name] = safe_open(inside.reached / last, framework="pt")
+                parent, _, last = name.rpartition("/")
+                files = self.folder.folder(parent) if parent else self.folder
+                self._open_files[name] = safe_open(files.reached / last, framework="pt")
             yield self._open_files[name]
         except UNREADABLE as error:
             raise self.damaged(name, f"cannot be read ({error_text(error)})") from error
@@ -387,11 +387,14 @@ def _has_overlap(parts: list[StoredPart]) -> bool:
     """Returns whether two parts of a tensor overlap."""
     ordered = sorted(parts, key=lambda part: part.offsets)
     for number, part in enumerate(ordered, start=1):
-        for other in islice(ordered, number, None):
+        for other_box in islice(ordered, number, None):
             # All later parts begin below this one: row shards are compared once each.
-            if part.offsets and other.offsets[0] >= part.offsets[0] + part.sizes[0]:
+            if part.offsets and other_box.offsets[0] >= part.offsets[0] + part.sizes[0]:
                 break
-            if _intersection(part.offsets, part.sizes, other.offsets, other.sizes) is not None:
+            if (
+                _intersection(part.offsets, part.sizes, other_box.offsets, other_box.sizes)
+                is not None
+            ):
                 return True
     return False
 
@@ -420,10 +423,11 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
     if state is not None:
         source = [f"step {state['step']}", sha256_of(json.dumps(state, sort_keys=True).encode())]
     sources = [json.loads(text) for text in world.texts(json.dumps(source))]
-    for rank, other in enumerate(sources):
-        if other != sources[0]:
+    for rank, rank_source in enumerate(sources):
+        if rank_source != sources[0]:
             raise NoUsableCheckpoint(
-                f"rank 0 would resume from {sources[0][0]}, but rank {rank} from {other[0]} of"
+                f"rank 0 would resume from {sources[0][0]}, but rank {rank} from {rank_source[0]}"
+                " of"
                 " another checkpoint; all ranks need the same run folder on a shared file system"
             )
 
@@ -451,12 +455,12 @@ def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] 
         if not prefix:
             names = [name for name in names if name in direct_names]
         # The dict has the only references, so a layer's tensors are freed before the next layer.
-        wrong = module.load_state_dict(
+        result = module.load_state_dict(
             {name.removeprefix(prefix): saved[name][name] for name in names}, strict=False
         )
-        missing += [prefix + key for key in wrong.missing_keys if prefix or key in direct_names]
+        missing += [prefix + key for key in result.missing_keys if prefix or key in direct_names]
         for name in names:
-            if name.removeprefix(prefix) not in wrong.unexpected_keys:
+            if name.removeprefix(prefix) not in result.unexpected_keys:
                 unexpected.discard(name)
     missing = [name for name in missing if name not in left_out]
     if missing:

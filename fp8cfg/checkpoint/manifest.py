@@ -280,8 +280,8 @@ def _reason(error: OSError | StrangeFile) -> str:
 def _damaged(folder: Path, name: str, problem: str) -> DamagedCheckpoint:
     """Returns the error for a file of a checkpoint."""
     # A name from a folder may have control characters.
-    shown = name if name.isprintable() else repr(name)
-    return DamagedCheckpoint(f"{folder}: {shown}: {problem}")
+    printable_name = name if name.isprintable() else repr(name)
+    return DamagedCheckpoint(f"{folder}: {printable_name}: {problem}")
 
 
 def list_steps(root: RunFiles) -> list[tuple[int, str]]:
@@ -297,7 +297,8 @@ def skip_message(problem: object) -> str:
 def no_usable_checkpoint(root: RunFiles) -> NoUsableCheckpoint:
     """Returns the error for a folder in which no checkpoint is valid."""
     return NoUsableCheckpoint(
-        f"{root.path}: none of {len(list_steps(root))} checkpoints is valid; restore the folder from a"
+        f"{root.path}: none of {len(list_steps(root))} checkpoints is valid; restore the folder"
+        " from a"
         " backup or start a new run"
     )
 
@@ -352,11 +353,11 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
         OSError: A checkpoint could not be removed.
     """
     candidates = [(step, name) for step, name in list_steps(root) if root.kind(name) == "folder"]
-    kept = {step for step, name in candidates if name == new}
+    kept_steps = {step for step, name in candidates if name == new}
     for step, name in candidates:
         if name == new:
             continue
-        if step in kept or len(kept) >= keep:
+        if step in kept_steps or len(kept_steps) >= keep:
             # Renamed first: if the process is killed here, no damaged checkpoint stays.
             trash = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
             root.rename(name, trash)
@@ -366,7 +367,7 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
         # A damaged checkpoint does not count.
         with suppress(NoUsableCheckpoint):
             verify_step(root, name, lambda _: sums)
-            kept.add(step)
+            kept_steps.add(step)
 
 
 def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:

@@ -144,14 +144,14 @@ class Library:
             # An id of the hub: suggest from_hf, and the shipped recipe with a similar name.
             base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
             if group == "recipe" and _HUB_ID.fullmatch(name) and base not in known:
-                near = nearest(base, known)
-                shipped = f", or recipe={near}" if near else ""
+                suggestion = nearest(base, known)
+                shipped = f", or recipe={suggestion}" if suggestion else ""
                 return (
                     f"recipe={name}: a hub id is not a recipe; set recipe={FROM_HF}"
                     f" model.path={PREFIX}{name}{shipped}"
                 )
-            near = suggest(base, known)
-            return f"{group}={name}: expected a name of letters, digits and '_', not a path{near}"
+            suggestion = suggest(base, known)
+            return f"{group}={name}: expected a name of letters, digits and '_', not a path{suggestion}"
         return self._unknown_choice(group, name)
 
     def _unknown_choice(self, group: str, name: str) -> str:
@@ -346,8 +346,10 @@ def file_steps(
         if choice.group == SELF:
             yield Step(choice, path, above, values, by)
         elif choice.group == "recipe":
-            below = {g: found for g, found in overriding.items() if g not in chosen_here}
-            yield from _base_steps(choice, source, path, library, above, below)
+            overridden_below = {
+                g: choice_above for g, choice_above in overriding.items() if g not in chosen_here
+            }
+            yield from _base_steps(choice, source, path, library, above, overridden_below)
         elif choice.name and not _is_missing(choice, library):
             yield Step(choice, source, above)
 
@@ -373,15 +375,15 @@ def _base_steps(
     base = None
     if library.problem("recipe", choice.name) is None:
         base = library.file("recipe", choice.name)
-    here = (*above, path.resolve())
+    path_above = (*above, path.resolve())
     passed: dict[str, tuple[Path, Choice]] = {}
     # A user's file with the name of a shipped recipe builds on the shipped one.
     if base is not None and base != path.resolve():
         for group, replacement in overriding.items():
-            if _has_choice(group, base, library, here):
+            if _has_choice(group, base, library, path_above):
                 passed[group] = replacement
         by = (source, choice.key) if choice.key else None
-        yield from file_steps(library.data(base), base, library, here, passed, by)
+        yield from file_steps(library.data(base), base, library, path_above, passed, by)
     else:
         yield Step(choice, source, above)
     for group, (file, replacement_choice) in overriding.items():
@@ -480,7 +482,8 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
     if group not in library.groups():
         if group.split("/")[0] == "hydra":
             raise ConfigError(
-                f"defaults: {entry}: Hydra's own settings are not part of a recipe; pass them on the"
+                f"defaults: {entry}: Hydra's own settings are not part of a recipe; pass them on"
+                " the"
                 " command line"
             )
         raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
@@ -563,7 +566,8 @@ def read_part(path: Path, group: str, library: Library) -> Part:
     node = full(package.removeprefix("_global_."))
     if not any(key.startswith(f"{node}.") for key in fields()):
         raise ConfigError(
-            f"{package}: not a node of a recipe; start the file with '# @package _global_' for keys of"
+            f"{package}: not a node of a recipe; start the file with '# @package _global_' for"
+            " keys of"
             " the whole recipe"
         )
     return Part(settings(nested({node: data})), chosen, node)
@@ -601,7 +605,7 @@ def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[
     chosen: dict[str, str] = {}
     bases: list[str] = []
     repeated: list[str] = []
-    own: list[str] = []
+    own_groups: list[str] = []
     for choice in choices:
         if choice.group == SELF:
             continue
@@ -617,13 +621,13 @@ def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[
                     " keys here"
                 )
         if library.merging_group(choice.group) and choice.group not in MERGING_GROUPS:
-            own.append(
+            own_groups.append(
                 f"defaults: {choice.group}: a file can choose only in shipped groups; remove it and"
                 f" pass {choice.group}={choice.name} on the command line"
             )
         if choice.override and choice.name and not _is_missing(choice, library):
             chosen[choice.group] = choice.name
-    refuse_if(own)
+    refuse_if(own_groups)
     refuse_if(bases)
     refuse_if(repeated)
     return chosen

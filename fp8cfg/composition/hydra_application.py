@@ -152,8 +152,8 @@ def _choice_hint(group: str, name: str, options: list[str]) -> str:
     plugins = [plugin.rpartition("/")[2] for plugin in _PLUGINS if plugin.startswith(f"{group}/")]
     if name in plugins:
         return ""
-    near = nearest(name, [*options, *plugins])
-    return f"; did you mean {near!r}?" if near else ""
+    suggestion = nearest(name, [*options, *plugins])
+    return f"; did you mean {suggestion!r}?" if suggestion else ""
 
 
 def _setting_hint(key: str) -> str:
@@ -171,12 +171,12 @@ def _setting_hint(key: str) -> str:
             if file.endswith(".yaml"):
                 choice = f"hydra/{kind}={file.removesuffix('.yaml')}"
                 choice_of |= {f"hydra.{kind}.{name}": choice for name in config.node}
-    near = nearest(key, choice_of, 0.8)
-    if near is None:
+    suggestion = nearest(key, choice_of, 0.8)
+    if suggestion is None:
         return ""
-    if near == key:
+    if suggestion == key:
         return f"; it belongs to {choice_of[key]}"
-    return f"; did you mean {near!r}?"
+    return f"; did you mean {suggestion!r}?"
 
 
 def node(group: str, name: str, library: Library) -> dict[str, Any]:

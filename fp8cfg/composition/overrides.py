@@ -116,8 +116,8 @@ def malformed(argument: str) -> str:
         return f"{argument}: not of the form key=value; write {key}={value.strip()}"
     if argument.startswith("$"):
         return f"{argument}: the shell did not replace this variable; write its value"
-    near = nearest(argument, [*short_keys(), *GROUPS], 0.75)
-    hint = f"; did you mean {near!r}?" if near else ""
+    suggestion = nearest(argument, [*short_keys(), *GROUPS], 0.75)
+    hint = f"; did you mean {suggestion!r}?" if suggestion else ""
     return f"{argument or repr(argument)}: not of the form key=value{hint}"
 
 
@@ -160,9 +160,9 @@ def _mistake(argument: str, key: str, value: str) -> str:
         correct = shlex.quote(f"{key}={quoted(value)}")
         return f"a text with special characters needs quotes; write {correct}"
     function = value.partition("(")[0] if value.endswith(")") else ""
-    near = nearest(function, _FUNCTIONS) if function else None
-    if near:
-        return f"no such function {function!r}; did you mean {near!r}?"
+    suggestion = nearest(function, _FUNCTIONS) if function else None
+    if suggestion:
+        return f"no such function {function!r}; did you mean {suggestion!r}?"
     for opening, closing in ("[]", "{}"):
         if value.count(opening) > value.count(closing):
             return f"{opening!r} without {closing!r}; quote the override if it has spaces"

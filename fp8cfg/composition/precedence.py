@@ -173,24 +173,24 @@ def composed(
     except ConfigError as e:
         raise ConfigError([*e.problems, *_file_problems(file, library)]) from None
     layers = collect_layers(overrides, library, file, base)
-    settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
+    resolved = resolve_conflicts(layers, sweep, change_harmless=base is None)
     # A launcher's machines count only if the recipe's own do not work: a recipe must not depend on
     # the machine that composes it.
-    if on_ranks and settled.problems and not overrides.keys & machines().keys():
+    if on_ranks and resolved.problems and not overrides.keys & machines().keys():
         layers += _launcher_layers()
-        settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
-    return _with_run_remarks(settled)
+        resolved = resolve_conflicts(layers, sweep, change_harmless=base is None)
+    return _with_run_remarks(resolved)
 
 
 def compose_file_layers(layers: Sequence[Layer]) -> ResolvedRecipe:
     """Resolves the conflicts of a file's layers, with a launcher's machines if necessary."""
     layers = [default_layer(), *layers]
     check_model_path(layers)
-    settled = resolve_conflicts(layers)
+    resolved = resolve_conflicts(layers)
     # Without a launcher nothing changes.
-    if settled.problems:
-        settled = resolve_conflicts([*layers, *_launcher_layers()])
-    return _with_run_remarks(settled)
+    if resolved.problems:
+        resolved = resolve_conflicts([*layers, *_launcher_layers()])
+    return _with_run_remarks(resolved)
 
 
 def _file_problems(file: Path | None, library: Library) -> list[str]:
@@ -325,7 +325,8 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
     growth = precision.loss_scale_window
     if "precision.loss_scale_window" in written and has_dynamic_scale and growth >= steps:
         yield (
-            f"note: precision.loss_scale_window={growth}: the scale never grows, because the run ends with"
+            f"note: precision.loss_scale_window={growth}: the scale never grows, because the run"
+            " ends with"
             f" trainer.max_steps={steps}"
         )
     fp8 = recipe.fp8
@@ -366,7 +367,8 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
         )
     if interval > steps and "checkpoint.every_n_steps" in settled.written:
         lines.append(
-            f"note: checkpoint.every_n_steps={interval}: saves only at the end, because the run ends with"
+            f"note: checkpoint.every_n_steps={interval}: saves only at the end, because the run"
+            " ends with"
             f" trainer.max_steps={steps}"
         )
     mark_reported(settled.recipe)
@@ -394,11 +396,11 @@ def resolve_recipe(
             key: value for key, value in values.items() if ranks.get(key, Rank.RECIPE) is rank
         }
         layers.append(Layer(Source.ASSIGNED, Location(), of_rank, rank))
-    settled = resolve_conflicts(layers, change_harmless=change_harmless)
-    changes = {change.key: change.new for change in settled.changes}
+    resolved = resolve_conflicts(layers, change_harmless=change_harmless)
+    changes = {change.key: change.new for change in resolved.changes}
     if not changes:
-        return replace(settled, recipe=recipe)
-    return replace(settled, recipe=assigned(recipe, changes))  # keeps what its nodes record
+        return replace(resolved, recipe=recipe)
+    return replace(resolved, recipe=assigned(recipe, changes))  # keeps what its nodes record
 
 
 def ranks_of_python_recipe(recipe: Recipe) -> dict[str, Rank]:
@@ -426,12 +428,12 @@ def resolved_for_build(recipe: Recipe) -> Recipe:
         ConfigError: The recipe has a field of a subclass.
     """
     recipe = as_declared(recipe, Recipe)
-    settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
+    resolved = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
     # `compose` has reported its recipe already. Only values assigned since then are new.
     before = vars(recipe).get(_TOLD) or defaults()
-    result = settled.recipe
+    result = resolved.recipe
     new = frozenset(short(key) for key, value in flat(result).items() if value != before[key])
-    for line in replace(settled, remarks=tuple(settings_without_effect(result, new))).notes:
+    for line in replace(resolved, remarks=tuple(settings_without_effect(result, new))).notes:
         logging.getLogger("fp8cfg").warning(line)
     return result
 

@@ -76,9 +76,9 @@ def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Returns `base` updated with `changes`. Mappings are merged, other values replaced."""
     merged = dict(base)
     for key, value in changes.items():
-        below = merged.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            value = deep_merge(below, value)
+        inner = merged.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = deep_merge(inner, value)
         merged[key] = value
     return merged
 

@@ -118,7 +118,7 @@ def refused(
         except ConfigError as e:
             problems[number] = e.problems
     distinct = dict.fromkeys(chain.from_iterable(combinations))
-    wrong: list[str] = []
+    argument_problems: list[str] = []
     for argument in distinct or [""]:
         numbers = list(range(len(combinations)))
         if argument:
@@ -128,8 +128,8 @@ def refused(
         lines = [problems[number] for number in numbers]
         # Lines in all of the errors come from the argument itself.
         common = [line for line in lines[0] if all(line in other for other in lines)]
-        wrong += common or list(chain.from_iterable(lines))
-    refuse_if(_shorten(list(dict.fromkeys(wrong)), "the sweep"))
+        argument_problems += common or list(chain.from_iterable(lines))
+    refuse_if(_shorten(list(dict.fromkeys(argument_problems)), "the sweep"))
     return problems
 
 
@@ -137,8 +137,8 @@ def _shorten(lines: list[str], argument: str) -> list[str]:
     """Returns the first lines about one argument, and the number of further lines."""
     if len(lines) <= _MAX_LINES:
         return lines
-    shown = _MAX_LINES - 1
-    return [*lines[:shown], f"{argument}: and {len(lines) - shown} more lines like these"]
+    num_shown = _MAX_LINES - 1
+    return [*lines[:num_shown], f"{argument}: and {len(lines) - num_shown} more lines like these"]
 
 
 def _read_axis(argument: str, library: Library) -> _Axis:
@@ -157,13 +157,13 @@ def _read_axis(argument: str, library: Library) -> _Axis:
         except ConfigError as e:
             problems += e.problems
     refuse_if(_shorten(problems, argument))
-    if not any(each.group for each in chosen):
+    if not any(choice.group for choice in chosen):
         return _Axis(f"{full(key)}={text}", arguments)
-    if not all(each.group for each in chosen):
+    if not all(choice.group for choice in chosen):
         raise ConfigError(f"{argument}: expected only names of presets")
     group = chosen[0].group
     default = default_recipe() if group == "recipe" else "null"
-    names = ",".join(each.name or default for each in chosen)
+    names = ",".join(choice.name or default for choice in chosen)
     # Hydra appends groups that are not in the defaults list of conf/config.yaml.
     plus = "" if group in GROUPS else "+"
     return _Axis(f"{plus}{group}={names}", arguments)

@@ -31,12 +31,12 @@ class Region:
     @contextmanager
     def entered(self, active: bool = True) -> Iterator[None]:
         """Turns FP8 on or off inside the context."""
-        before = self.active
+        was_active = self.active
         self.active = active
         try:
             yield
         finally:
-            self.active = before
+            self.active = was_active
 
     def applies(self) -> bool:
         """Tells whether this forward pass runs in FP8. Each layer calls it once per pass."""

@@ -413,8 +413,8 @@ def _sort_keys(values: Tensor, k: Tensor) -> Tensor:
 def _round_down(x: Tensor) -> Tensor:
     """Rounds float64 `x` down to float32. A float32 is above `x` if it is above the result."""
     nearest = x.float()
-    below = nearest.nextafter(torch.full_like(nearest, -math.inf))
-    return torch.where(nearest.double() > x, below, nearest)
+    lower = nearest.nextafter(torch.full_like(nearest, -math.inf))
+    return torch.where(nearest.double() > x, lower, nearest)
 
 
 _TABLES = _compute_tables()

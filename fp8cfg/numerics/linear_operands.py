@@ -119,7 +119,7 @@ class LinearCall(NamedTuple):
             buffers: The buffers of this pass.
         """
         fp8_dims = {CONTRACTED[role, gemm] for gemm in gemms if not self.high_precision[gemm]}
-        both = fp8_dims == {0, 1}
+        needs_both = fp8_dims == {0, 1}
         operands: dict[int, Operand] = {}
         # By precision and the dimension along which scales lie.
         quantized: dict[tuple[bool, int], Operand] = {}
@@ -139,7 +139,9 @@ class LinearCall(NamedTuple):
                 if high_precision:
                     quantized[key] = self._high_precision_operand(source)
                 else:
-                    quantized[key] = self._fp8_operand(source, role, scaled_dim, both, buffers)
+                    quantized[key] = self._fp8_operand(
+                        source, role, scaled_dim, needs_both, buffers
+                    )
             operand = quantized[key]
             # A transposed operand is a view, or a transposed copy from the kernel.
             operands[gemm] = operand if dim == 1 else operand.t()

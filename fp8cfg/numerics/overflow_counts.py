@@ -56,12 +56,12 @@ def _ring(device: torch.device) -> _Ring:
 def pause_overflow_counts() -> Iterator[None]:
     """Context manager for passes that are not part of a training step."""
     global _is_counting
-    before = _is_counting
+    was_counting = _is_counting
     _is_counting = False
     try:
         yield
     finally:
-        _is_counting = before
+        _is_counting = was_counting
 
 
 def overflow_counter(device: torch.device, role: int) -> Tensor:

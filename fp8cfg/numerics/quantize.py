@@ -285,8 +285,8 @@ def _count_on_host(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, rea
         return  # all values fit: `t` is not read again
     magnitudes = t.detach().abs()
     infinite = (magnitudes == torch.inf).sum()
-    beyond = infinite if scale is None else (magnitudes.float() * scale > reach).sum()
-    overflow_counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])
+    num_out_of_range = infinite if scale is None else (magnitudes.float() * scale > reach).sum()
+    overflow_counter(t.device, role)[:2] += torch.stack([num_out_of_range - infinite, infinite])
 
 
 # --- the Hadamard transform of NVFP4

@@ -136,7 +136,7 @@ def _restore_state(model: nn.Module) -> Iterator[None]:
             changing.append(buffer)
         elif leaf == "fp8_amax_history":
             changing.append(buffer[0])  # a pass writes only row 0
-    before = [tensor.clone() for tensor in changing]
+    copies = [tensor.clone() for tensor in changing]
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
@@ -146,7 +146,7 @@ def _restore_state(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(sorted(devices)), pause_overflow_counts():
             yield
     finally:
-        for tensor, old in zip(changing, before, strict=True):
+        for tensor, old in zip(changing, copies, strict=True):
             tensor.copy_(old)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -235,7 +235,7 @@ def connect(mesh: DeviceMesh) -> None:
 
     if mesh.device_type != "cuda":
         return
-    one = torch.ones(1, dtype=torch.float32, device="cuda")
+    ones = torch.ones(1, dtype=torch.float32, device="cuda")
     # _flatten_mapping has the joined axes, see `device_mesh`.
     for axis in (*(mesh.mesh_dim_names or ()), *mesh._flatten_mapping):
-        dist.all_reduce(one, group=mesh.get_group(axis))
+        dist.all_reduce(ones, group=mesh.get_group(axis))

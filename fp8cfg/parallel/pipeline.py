@@ -105,9 +105,9 @@ def is_on_other_stage(model: Transformer, pipeline: PipelineRank, name: str) -> 
         pipeline: This rank's place.
         name: Name of the parameter or state in the full model.
     """
-    top, _, rest = name.partition(".")
+    top, _, suffix = name.partition(".")
     if top == "layers":
-        number = rest.partition(".")[0]
+        number = suffix.partition(".")[0]
         if not number.isdecimal() or int(number) >= model.config.num_layers:
             return False
         return not any(int(number) in chunk for chunk in pipeline.chunks)

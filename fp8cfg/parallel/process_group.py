@@ -323,16 +323,16 @@ def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
     Returns:
         Whether they are idle.
     """
-    looks = 0
+    num_idle = 0
     end = time.monotonic() + patience
-    while looks < _IDLE_LOOKS and time.monotonic() < end:
+    while num_idle < _IDLE_LOOKS and time.monotonic() < end:
         states = _gloo_thread_states()
         if states == []:
             return True
         is_idle = states is None or set(states) == {"S"}
-        looks = looks + 1 if is_idle else 0
+        num_idle = num_idle + 1 if is_idle else 0
         time.sleep(every)
-    return looks == _IDLE_LOOKS
+    return num_idle == _IDLE_LOOKS
 
 
 def _gloo_thread_states() -> list[str] | None:
@@ -344,9 +344,9 @@ def _gloo_thread_states() -> list[str] | None:
     for task in tasks.iterdir():
         with suppress(OSError):  # the thread has ended
             # A line of `stat` is `pid (name) state ...`, and the name may have parentheses.
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
             if name == _GLOO_THREAD:
-                states.append(rest.split()[0])
+                states.append(fields.split()[0])
     return states
 
 

@@ -95,13 +95,13 @@ def _reduction_groups(
     """Returns for each parameter the parameters whose gradients FSDP2 reduces with it."""
     # FSDP2 reduces the parameters of a layer together, and all parameters outside of layers with
     # the root (fsdp.py).
-    rest = {*parameters}
+    remaining = {*parameters}
     groups: dict[nn.Parameter, Set[nn.Parameter]] = {}
     for layer in model.layers:
-        group = {*layer.parameters()} & rest
-        rest -= group
+        group = {*layer.parameters()} & remaining
+        remaining -= group
         groups |= dict.fromkeys(group, group)
-    return groups | dict.fromkeys(rest, rest)
+    return groups | dict.fromkeys(remaining, remaining)
 
 
 def to_unsharded_form(

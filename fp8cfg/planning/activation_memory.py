@@ -139,7 +139,7 @@ def activations(
     layers = _layers(sizes, linears)
     head = _OutputHead(sizes, linears[-1]) if part.output else None
 
-    kept = _kept_bytes(sizes, layers)
+    kept_bytes = _kept_bytes(sizes, layers)
     quantized_weights = 0.0
     if not recomputes_layers:
         quantized_weights = sum(layer.quantized_weights for layer in layers)
@@ -156,14 +156,14 @@ def activations(
     # Earlier microbatches have finished before the pass in which FSDP2 sums gradients.
     earlier_microbatches = 0.0
     if schedule.reduces_once:
-        earlier_microbatches = kept * (1 - 1 / part.in_flight)
+        earlier_microbatches = kept_bytes * (1 - 1 / part.in_flight)
 
     moments = [_Moment(logits.peak, schedule.at_loss)]
     if head:
         for activation_bytes in head.backward_moments():
             moments.append(_Moment(activation_bytes, schedule.at_loss))
     moments += _layer_moments(sizes, layers, head_kept, schedule, earlier_microbatches)
-    freed = kept / part.in_flight + head_kept + quantized_weights
+    freed = kept_bytes / part.in_flight + head_kept + quantized_weights
     if part.embedding and not recipe.lora.enabled:
         # The gradient of the embedding, in the compute dtype and accumulated.
         elements = sizes.vocab_shard * recipe.model.hidden_size
@@ -183,7 +183,7 @@ def activations(
     # Unsharded weights may take the place of logits. Only what exceeds them is counted.
     unsharded = max(0, min(unsharded, widest - logits.peak))
     return Activations(
-        kept=int(kept + head_kept),
+        kept=int(kept_bytes + head_kept),
         logits=int(logits.peak),
         quantized_weights=int(quantized_weights + workspaces),
         backward=int(widest - logits.peak - unsharded),
@@ -229,8 +229,8 @@ def _kept_bytes(sizes: LinearBytes, layers: Sequence[_Layer]) -> float:
         for number, layer in zip(part.layers, layers, strict=True)
         if not layer.runs_fp8_attention
     )
-    kept = (per_token * sizes.tokens + masks) * part.in_flight
-    return kept + streams * residual * sizes.tokens
+    num_bytes = (per_token * sizes.tokens + masks) * part.in_flight
+    return num_bytes + streams * residual * sizes.tokens
 
 
 def _layer_moments(

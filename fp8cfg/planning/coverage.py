@@ -99,8 +99,8 @@ class Coverage:
     @property
     def products(self) -> dict[str, dict[str, str]]:
         """The operands of each GEMM by layer name, such as "e5m2xe4m3" for dgrad."""
-        found: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
-        return {p.name: _named(p, self.compute) for p in found}
+        planned: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
+        return {p.name: _named(p, self.compute) for p in planned}
 
     def data(self) -> dict[str, Any]:
         """Returns the coverage as plain data for coverage.json in the run folder."""
@@ -186,12 +186,12 @@ class Coverage:
         ]
         if self.attentions and not any(p.fp8_share for p in self.attentions):
             parts.append(("attention", self.attention_flops, self.attentions[0].reason))
-        name, flops, why = max(
+        name, flops, reason = max(
             parts,
             key=lambda part: part[1],
             default=("products of layers that are otherwise in FP8", 0.0, ""),
         )
-        return name, flops / self.flops if self.flops else 0.0, why or "in high precision"
+        return name, flops / self.flops if self.flops else 0.0, reason or "in high precision"
 
     @property
     def left_out(self) -> list[tuple[str, int, float]]:
@@ -200,14 +200,16 @@ class Coverage:
         Returns:
             For each reason the number of layers and their share of all FLOPs.
         """
-        found: dict[str, list[float]] = {}
+        shares_by_reason: dict[str, list[float]] = {}
         for p in self.linears:
             if not p.fp8:
-                found.setdefault(p.reason or _why(p), []).append(self._of(p) / self.flops)
+                shares_by_reason.setdefault(p.reason or _why(p), []).append(
+                    self._of(p) / self.flops
+                )
         for other in self.beside:
-            found.setdefault(other.reason, []).append(self._of(other) / self.flops)
+            shares_by_reason.setdefault(other.reason, []).append(self._of(other) / self.flops)
         return sorted(
-            ((why, len(shares), sum(shares)) for why, shares in found.items()),
+            ((reason, len(shares), sum(shares)) for reason, shares in shares_by_reason.items()),
             key=lambda group: -group[2],
         )
 
@@ -311,11 +313,11 @@ def check_min_coverage(recipe: Recipe, coverage: Coverage) -> None:
 
 def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
     """Returns an error line if the planned coverage is below fp8.min_coverage, else ""."""
-    least = recipe.fp8.min_coverage
-    if not recipe.fp8.enabled or coverage.share >= least:
+    minimum = recipe.fp8.min_coverage
+    if not recipe.fp8.enabled or coverage.share >= minimum:
         return ""
     return (
-        f"fp8.min_coverage={least:g}: only {coverage.share:.1%} of matmul FLOPs would run in FP8;"
+        f"fp8.min_coverage={minimum:g}: only {coverage.share:.1%} of matmul FLOPs would run in FP8;"
         f" lower it, or see fp8cfg plan for the layers in {recipe.precision.compute}"
     )
 
@@ -340,8 +342,10 @@ def coverage_of_layers(
         fp8: The recipe's fp8 node.
     """
     # fp8.output_layer=false needs an output layer. Without one the table gets a note.
-    found = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
-    return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
+    has_output_layer = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
+    return Coverage(
+        linears, (), 0.0, "high precision", beside, "" if has_output_layer else _NO_OUTPUT
+    )
 
 
 def observed_coverage(
@@ -376,13 +380,13 @@ def observed_coverage(
             frozen = eligibility.has_frozen_weight(layer)
             left_out = products_left_out(seen.get(p.name, {}), frozen, trained)
             linears.append(replace(p, rows=rows.multiplied(layer), left_out=left_out))
-        asked = coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
+        planned = coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
     else:
-        asked = planned_coverage(recipe, plan)
+        planned = planned_coverage(recipe, plan)
     return replace(
-        asked,
-        linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
-        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions],
+        planned,
+        linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in planned.linears],
+        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in planned.attentions],
     )
 
 
@@ -433,10 +437,10 @@ def low_coverage_warning(seen: Coverage) -> str:
     """Returns a warning if less than half of the FLOPs ran in FP8, else ""."""
     if seen.share >= LOW:
         return ""
-    name, share, what = seen.largest_in_high_precision
+    name, share, reason = seen.largest_in_high_precision
     return (
         f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part in high precision is"
-        f" {name}, {share:.1%} ({what})"
+        f" {name}, {share:.1%} ({reason})"
     )
 
 
@@ -497,27 +501,29 @@ def prove_engagement(
         NotFP8Error: A GEMM did not run in its planned format, or the share is below
             fp8.min_coverage.
     """
-    seen = observed_coverage(recipe, model, plan, observed, foreign)
+    result = observed_coverage(recipe, model, plan, observed, foreign)
     # A custom model may skip layers in a step. A missing GEMM is an error only in the recipe's
     # own Transformer.
     if foreign:
         from fp8cfg.backends.any_model.conversion_state import replaced_layers, with_current_names
 
-        wrong = replaced_layers(model, plan)
-        wrong += not_engaged(with_current_names(model, plan), observed)
+        problems = replaced_layers(model, plan)
+        problems += not_engaged(with_current_names(model, plan), observed)
     else:
-        wrong = differences([*plan, *attention_plan(recipe)], observed)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        problems = differences([*plan, *attention_plan(recipe)], observed)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise NotFP8Error(
-            f"this run differs from the plan: {'; '.join(wrong[:3])}{more}; keep the forward pass"
+            f"this run differs from the plan: {'; '.join(problems[:3])}{more}; keep the forward"
+            " pass"
             " inside autocast()"
         )
-    if recipe.fp8.enabled and seen.share < recipe.fp8.min_coverage:
+    if recipe.fp8.enabled and result.share < recipe.fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: only {seen.share:.1%} of {seen.what}"
+            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: only {result.share:.1%} of"
+            f" {result.what}"
             " ran in FP8; lower it, or see fp8cfg plan for the other layers"
         )
     if recipe.fp8.enabled and foreign:
-        warn_of_low_coverage(model, seen)
-    return seen
+        warn_of_low_coverage(model, result)
+    return result

@@ -100,17 +100,17 @@ class Search:
             `free`. None if no layout runs on these ranks.
         """
         best = self._climb(recipe, world)
-        more = world
+        num_ranks = world
         # An emulated run on CPUs is not worth twice the machines.
         while best and best.peak > self.free and self.device == "cuda":
-            more *= 2
-            fit = self._climb(place_on_gpus(recipe, *split_into_nodes(more)), more)
+            num_ranks *= 2
+            fit = self._climb(place_on_gpus(recipe, *split_into_nodes(num_ranks)), num_ranks)
             # More ranks than samples in the global batch have no layout. This ends the loop.
             if fit is None:
                 break
             if fit.peak < best.peak:
                 words = changed_overrides(recipe, fit.recipe)
-                best = Fit(fit.recipe, words, more, fit.peak)
+                best = Fit(fit.recipe, words, num_ranks, fit.peak)
         return best
 
     def _climb(self, recipe: Recipe, world: int) -> Fit | None:

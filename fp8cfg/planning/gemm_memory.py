@@ -193,16 +193,16 @@ def _rounding_bytes(recipe: Recipe, is_gradient: bool) -> float:
     """Returns peak bytes per element while PyTorch operators round (numerics/formats.py)."""
     scaling = SCALINGS[recipe.fp8.scaling]
     tile = _tile(recipe.fp8)
-    kept = 0.0
+    num_bytes = 0.0
     if tile and recipe.precision.compute != "fp32":
-        kept += 4  # the float32 input of a tiled scaling
+        num_bytes += 4  # the float32 input of a tiled scaling
     if tile and 0 not in tile:
-        kept += 2 * 4 / (tile[0] * tile[1])  # two float32 scales per tile
+        num_bytes += 2 * 4 / (tile[0] * tile[1])  # two float32 scales per tile
     if scaling.two_levels:
         # Four bits: scaled, clamped, exponent, step, number of steps, product, product clamped.
         random_bytes = 4 if is_gradient and recipe.fp8.stochastic_rounding else 0
-        return kept + 7 * 4 + random_bytes
-    return kept + 4 + 4 + 1  # scaled, clamped, FP8
+        return num_bytes + 7 * 4 + random_bytes
+    return num_bytes + 4 + 4 + 1  # scaled, clamped, FP8
 
 
 # torchao.

@@ -202,15 +202,15 @@ def _available_memory() -> int:
 def _left_of_cgroup_limit() -> list[int]:
     """Bytes left below the memory limit of a container (cgroup v2 or v1). Empty without one."""
     root = Path("/sys/fs/cgroup")
-    for limit, used in (
+    for limit, usage in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            left = int((root / limit).read_text()) - int((root / used).read_text())
+            free_bytes = int((root / limit).read_text()) - int((root / usage).read_text())
         except (OSError, ValueError):  # no such controller, or "max"
             continue
-        return [max(0, left)]
+        return [max(0, free_bytes)]
     return []
 
 

@@ -140,7 +140,9 @@ def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
         return []
     config = transformer_config(recipe)
     candidates = projections(config)
-    names = sorted({name.rpartition(".")[2] for each in candidates for name in each.names})
+    names = sorted(
+        {name.rpartition(".")[2] for candidate in candidates for name in candidate.names}
+    )
     problems = []
     for pattern in recipe.lora.targets:
         if any(matches(projection, pattern) for projection in candidates):

@@ -161,11 +161,12 @@ def checked_parts(recipe: Recipe, world: int) -> list[Part]:
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     gpus = f"{world} GPU{'s' * (world > 1)}"
     if world % strategy.size:
-        near = max(1, round(world / strategy.size)) * strategy.size
+        nearest = max(1, round(world / strategy.size)) * strategy.size
         samples = trainer.global_batch_size // trainer.micro_batch_size
         raise ConfigError(
             f"{gpus}: must be a multiple of tensor x pipeline x context parallel size ="
-            f" {strategy.size}; nearest is {near} (--gpus {near}){strategy.smaller(world, samples)}"
+            f" {strategy.size}; nearest is {nearest} (--gpus"
+            f" {nearest}){strategy.smaller(world, samples)}"
         )
     refuse_if([f"{gpus}: {line}" for line in uneven_batch(recipe, world)])
     return distinct_parts(recipe, world)
@@ -232,9 +233,9 @@ def layout_violations(recipe: Recipe, ranks: int, is_custom_model: bool = False)
             violations.append(_violation(setting, message))
     # Each size divides the ranks, but their product does not.
     if ranks % replica and not any(ranks % size for size in sizes.values()):
-        (first, size), *rest = [(name, size) for name, size in sizes.items() if size > 1]
-        others = " and ".join(f"{name}={other}" for name, other in rest)
-        message = f"with {others} needs a multiple of {replica} ranks, got {ranks};"
+        (first, size), *remaining = [(name, size) for name, size in sizes.items() if size > 1]
+        other_sizes = " and ".join(f"{name}={other}" for name, other in remaining)
+        message = f"with {other_sizes} needs a multiple of {replica} ranks, got {ranks};"
         message += f" launch {_next_multiple(ranks, replica)} ranks"
         violations.append(_violation(f"{strategy.key(first)}={size}", message))
     return violations
@@ -249,10 +250,12 @@ def _custom_model_violations(recipe: Recipe) -> list[Violation]:
         "pipeline_model_parallel_size": "layers",
     }
     violations = []
-    for name, what in names.items():
+    for name, split in names.items():
         size = getattr(strategy, name)
         if size > 1:
-            message = f"splits {what} of a recipe's Transformer, not of a custom model; set it to 1"
+            message = (
+                f"splits {split} of a recipe's Transformer, not of a custom model; set it to 1"
+            )
             violations.append(_violation(f"{strategy.key(name)}={size}", message))
     groups = strategy.data_parallel_replicate_size
     if groups > 1:
@@ -278,10 +281,10 @@ def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
     per_step = trainer.micro_batch_size * (ranks // strategy.size)
     if trainer.global_batch_size % per_step == 0:
         return []
-    near = max(1, round(trainer.global_batch_size / per_step)) * per_step
+    nearest = max(1, round(trainer.global_batch_size / per_step)) * per_step
     return [
         f"trainer.global_batch_size={trainer.global_batch_size} is not a multiple of"
-        f" trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}"
+        f" trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {nearest}"
     ]
 
 
@@ -398,9 +401,9 @@ def local_shapes(
         of = parameter_shapes(transformer_config(recipe))
     shapes = {}
     for name, shape in of.items():
-        first, _, rest = name.partition(".")
+        first, _, suffix = name.partition(".")
         if first == "layers":
-            is_local = int(rest.partition(".")[0]) in numbers
+            is_local = int(suffix.partition(".")[0]) in numbers
         elif layers is not None:
             is_local = False
         elif "embedding" in first:

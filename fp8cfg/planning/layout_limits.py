@@ -107,8 +107,8 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
     replicas = max(1, ranks // strategy.size)
-    count, rest = divmod(trainer.global_batch_size, trainer.micro_batch_size * replicas)
-    if rest:
+    count, remainder = divmod(trainer.global_batch_size, trainer.micro_batch_size * replicas)
+    if remainder:
         return  # another rule rejects the batch
     is_interleaved = chunks > 1
     if count < stages:

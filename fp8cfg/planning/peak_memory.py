@@ -428,16 +428,16 @@ def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
     shard = part.shard
     tokens = f"{recipe.trainer.micro_batch_size} x {model.seq_length // part.context} tokens"
     is_recomputed = model.recompute_granularity == "full"
-    over = ""
+    shards_text = ""
     if shard in ("zero1", "zero2") and part.shards > 1:
-        over = f", {shard} over {part.shards}"
+        shards_text = f", {shard} over {part.shards}"
     widens_gradients = gradient_bytes(part) < 4 and not part.state.low_bit
 
     notes = _dtype_notes(recipe, part)
     notes |= {
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
-        "moments": remarks.moments_text(columns) + over,
+        "moments": remarks.moments_text(columns) + shards_text,
         "FP8 copies": _fp8_copies_note(recipe, part, backend),
         "activations": f"{tokens}, recompute {model.recompute_granularity}",
         "logits": f"vocab_size={model.vocab_size}",

@@ -80,11 +80,11 @@ def report_sections(report: PlanReport) -> list[Section]:
 
 def _backend_section(report: PlanReport) -> str:
     """The chosen backend, or the reasons why no backend runs the recipe."""
-    where = report.gpu.name if report.gpu else "a CPU (name a GPU: --gpu h100)"
+    device = report.gpu.name if report.gpu else "a CPU (name a GPU: --gpu h100)"
     if report.choice is None:
-        refusals = [f"cannot run on {where}: {line}" for line in report.refusals]
+        refusals = [f"cannot run on {device}: {line}" for line in report.refusals]
         return "\n".join(wrapped(line, more="  ") for line in refusals)
-    backend = f"backend on {where}: {report.choice.backend}, {report.choice.why}"
+    backend = f"backend on {device}: {report.choice.backend}, {report.choice.why}"
     return "\n".join([wrapped(backend, more="  "), *passed_over_lines(report.choice)])
 
 
@@ -167,16 +167,16 @@ def _memory_section(report: PlanReport) -> list[str]:
 
 def _fit_line(report: PlanReport, gpu: GPU) -> str:
     """A line on the free memory of the GPU, compared with the reserve."""
-    left = gpu.memory - report.widest.total
+    free_bytes = gpu.memory - report.widest.total
     name = f"{gpu.name}, {size(gpu.memory)}"
     if layout_violations(report.recipe, report.world):
         name += ", as planned for"
-    if left < 0:
-        return f"does not fit {name}: {size(-left)} too much"
+    if free_bytes < 0:
+        return f"does not fit {name}: {size(-free_bytes)} too much"
     if not report.tight:
-        return f"fits {name}: {size(left)} to spare"
+        return f"fits {name}: {size(free_bytes)} to spare"
     return wrapped(
-        f"fits {name}, tight: {size(left)} to spare, and the CUDA context, NCCL's buffers and"
+        f"fits {name}, tight: {size(free_bytes)} to spare, and the CUDA context, NCCL's buffers and"
         f" fragmentation may take {size(report.reserve)}",
         more="  ",
     )
@@ -207,9 +207,9 @@ def _more_than_chart(report: PlanReport) -> list[str]:
     transient = ("gathered", "FP8 copies", "accumulation")
     extra = {kind: count for kind, count in per_parameter.items() if kind in transient}
     reasons = [f"{kind} {count:.1f}" for kind, count in extra.items()]
-    other = total - of_chart - sum(extra.values())
-    if other > 0.05:
-        reasons.append(f"other parameters, in wider formats, {other:.1f}")
+    other_bytes = total - of_chart - sum(extra.values())
+    if other_bytes > 0.05:
+        reasons.append(f"other parameters, in wider formats, {other_bytes:.1f}")
     line = (
         f"total {total:.1f} B/param: {of_chart:.3g} of the chart, for a parameter of a linear layer"
         f" between steps, and {', '.join(reasons)}"
@@ -359,8 +359,8 @@ class PlanReport:
         """Whether the widest rank fits its GPU, but leaves less than the reserve free."""
         if self.gpu is None:
             return False
-        left = self.gpu.memory - self.widest.total
-        return 0 <= left < self.reserve
+        free_bytes = self.gpu.memory - self.widest.total
+        return 0 <= free_bytes < self.reserve
 
     def recomputing(self, granularity: str) -> int:
         """Returns the bytes of activations with another model.recompute_granularity.
@@ -389,7 +389,7 @@ class PlanReport:
         """Returns the report as plain data in a stable order, for `fp8cfg plan --json`."""
         part = self.widest.part
         row = remarks.chart_row(self.recipe, part.state)
-        each = remarks.bytes_per_parameter(row, self.shard, part.shards)
+        per_parameter = remarks.bytes_per_parameter(row, self.shard, part.shards)
         gains = speedups.published_gains(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name,
@@ -399,7 +399,7 @@ class PlanReport:
             "runs": asdict(self.choice) if self.choice else None,
             "refusals": self.refusals,
             "coverage": self.coverage.data(),
-            "chart": {"name": remarks.row_name(row), **row, "bytes_per_parameter": each},
+            "chart": {"name": remarks.row_name(row), **row, "bytes_per_parameter": per_parameter},
             "parameters": self.parameters,
             "shard": self.shard,
             "ranks": [
@@ -479,9 +479,9 @@ def report_plan(
     # Assume a CUDA version with support for block scaling, the newest feature in use.
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     memory_per_rank = gpu.memory if gpu else UNBOUNDED
-    found = violations(recipe, hardware, world, here=gpu is None)
-    if any(violation.source == "rule" for violation in found):
-        raise ConfigError(found)
+    found_violations = violations(recipe, hardware, world, here=gpu is None)
+    if any(violation.source == "rule" for violation in found_violations):
+        raise ConfigError(found_violations)
     # A plan without a backend still has memory and coverage, so this error is only recorded.
     choice: Choice | None = None
     refusals: list[str] = []
@@ -574,8 +574,8 @@ def _find_alternative(
     for ranks in dict.fromkeys([world, largest_rank_count(recipe, world)]):
         if ranks == 0:  # no number of ranks divides the batch
             continue
-        there = recipe if ranks == meant_ranks else place_on_gpus(recipe, *split_into_nodes(ranks))
-        fit = search.nearest(there, ranks)
+        placed = recipe if ranks == meant_ranks else place_on_gpus(recipe, *split_into_nodes(ranks))
+        fit = search.nearest(placed, ranks)
         if fit and fit.peak <= free:
             return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
         closest = closest or fit

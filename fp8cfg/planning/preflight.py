@@ -76,11 +76,11 @@ def check_run(
     if not problems_of_layout:
         # Without a launcher, check the recipe on its own number of GPUs, as `fp8cfg check` does.
         started = ranks or (sharding.ranks() if _launched() else None)
-        found = violations(recipe, hardware, started)
+        problems = violations(recipe, hardware, started)
         # Another number of ranks may fix a layout, but not a broken rule or a missing backend.
-        if found and all(violation.source != "layout" for violation in found):
-            raise ConfigError(found)
-        lines = [str(violation) for violation in found]
+        if problems and all(violation.source != "layout" for violation in problems):
+            raise ConfigError(problems)
+        lines = [str(violation) for violation in problems]
     lines = lines or _problems(recipe, hardware, problems_of_layout, ranks)
     if lines:
         raise ConfigError(append_runs(lines, recipe, hardware, whole_line, ranks, takes))
@@ -158,17 +158,17 @@ def _nearest(
     recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: IsResumable | None
 ) -> Fit | None:
     """Finds the nearest recipe that fits on these ranks."""
-    here = ranks or _ranks(recipe, hardware.device)
+    num_ranks = ranks or _ranks(recipe, hardware.device)
     if not ranks and not _launched():
         # Without a launcher the recipe runs on this machine only. trainer.devices stays if it is
         # a multiple of the started ranks. Otherwise the layout might not divide it.
         devices = recipe.trainer.devices
-        recipe = place_on_gpus(recipe, 1, here if devices % here else devices)
+        recipe = place_on_gpus(recipe, 1, num_ranks if devices % num_ranks else devices)
 
     def backend(other: Recipe, world: int) -> str:
         return choose_backend(other, hardware, world).backend
 
-    return Search(hardware.device, free, backend, takes).nearest(recipe, here)
+    return Search(hardware.device, free, backend, takes).nearest(recipe, num_ranks)
 
 
 def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> Fit | None:
@@ -231,10 +231,12 @@ def _ranks(recipe: Recipe, device: str) -> int:
     if not _starts_here(device):
         return sharding.ranks()
     trainer = recipe.trainer
-    most = min(count_gpus(), trainer.devices)
+    max_ranks = min(count_gpus(), trainer.devices)
     # Simpler than count_ranks in cli/launch_run.py: replicas of several ranks and the microbatch
     # are ignored here. The fit search checks them.
-    return next(count for count in range(most, 0, -1) if trainer.global_batch_size % count == 0)
+    return next(
+        count for count in range(max_ranks, 0, -1) if trainer.global_batch_size % count == 0
+    )
 
 
 def _starts_here(device: str) -> bool:

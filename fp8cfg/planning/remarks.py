@@ -51,21 +51,21 @@ def unused_patterns(recipe: Recipe) -> list[str]:
         norms = backend_and_norms(recipe)[1] if key == "exclude" else ()
         for pattern in patterns:
             # Plan the layers without this pattern, and compare.
-            without = recipe.model_copy(deep=True)
-            setattr(without.fp8, key, tuple(other for other in patterns if other != pattern))
-            linears = plan_layers(without)
+            recipe_without = recipe.model_copy(deep=True)
+            setattr(recipe_without.fp8, key, tuple(other for other in patterns if other != pattern))
+            linears = plan_layers(recipe_without)
             if any(linear.fp8 != planned[linear.name].fp8 for linear in linears):
                 continue
             # A pattern for norms changes no GEMM. It keeps the model's own norm in place of the
             # backend's.
             if fnmatch.filter(norms, pattern):
                 continue
-            why = "without it the same layers run"
+            effect = "without it the same layers run"
             if key == "exclude":
                 matched = (lin for lin in linears if fnmatch.fnmatchcase(lin.name, pattern))
                 reason = next(matched).reason
-                why = f"its layers stay in high precision without it ({reason})"
-            remarks.append(f"fp8.{key}={pattern}: changes nothing, {why}")
+                effect = f"its layers stay in high precision without it ({reason})"
+            remarks.append(f"fp8.{key}={pattern}: changes nothing, {effect}")
     return remarks
 
 

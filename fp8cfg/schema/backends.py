@@ -64,7 +64,8 @@ class Capabilities:
     tensor_parallel: bool = False
     """Whether its layers support tensor parallelism."""
     pipeline_parallel: bool = False
-    """Whether its layers support pipeline stages, where a rank has only the scales of its layers."""
+    """Whether its layers support pipeline stages, where a rank has only the scales of its"
+    " layers."""
     requantizes: bool = False
     """Whether its layers save input and weight in high precision, and quantize them again in the
     backward pass."""
@@ -123,15 +124,15 @@ def package(name: str) -> Any:
         return importlib.import_module(f"{GROUP}.{name}")
     if name not in offered():
         return None
-    found = packages.load(offered()[name])
+    loaded = packages.load(offered()[name])
     # A broken third-party package must not end a run of another backend, so this only warns.
-    if found is not None and not isinstance(getattr(found, "CAPABILITIES", None), Capabilities):
+    if loaded is not None and not isinstance(getattr(loaded, "CAPABILITIES", None), Capabilities):
         packages.warn(
             offered()[name],
             "has no CAPABILITIES of class fp8cfg.schema.backends.Capabilities",
         )
         return None
-    return found
+    return loaded
 
 
 def part(name: str, which: str) -> Any:
@@ -148,8 +149,8 @@ def part(name: str, which: str) -> Any:
     """
     if name not in names():
         raise ConfigError(f"backend={name}: not in this version; set backend=native")
-    found = package(name)
-    if found is None:
+    backend_package = package(name)
+    if backend_package is None:
         raise ConfigError(
             f"backend={name}: {packages.described(offered()[name])} cannot be loaded; set"
             " backend=native"
@@ -158,9 +159,9 @@ def part(name: str, which: str) -> Any:
         try:
             # An attribute is an object, or a module that the package imports. Otherwise it is a
             # module that is not loaded yet.
-            loaded_part = getattr(found, which, None)
+            loaded_part = getattr(backend_package, which, None)
             if loaded_part is None:
-                loaded_part = importlib.import_module(f"{found.__name__}.{which}")
+                loaded_part = importlib.import_module(f"{backend_package.__name__}.{which}")
         except Exception as error:
             # A bug of ours needs its traceback. For another package one line is enough.
             if name in shipped():
@@ -185,10 +186,10 @@ def loaded(name: str) -> bool:
 def capabilities(name: str) -> Capabilities:
     """Returns the capabilities of a backend, or the defaults for `auto` and a broken backend."""
     # `auto` is resolved on the hardware of the run. Until then rules assume a plain GEMM library.
-    found = package(name)
-    if found is None:
+    backend_package = package(name)
+    if backend_package is None:
         return Capabilities()
-    declared: Capabilities = found.CAPABILITIES
+    declared: Capabilities = backend_package.CAPABILITIES
     return declared
 
 

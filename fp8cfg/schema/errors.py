@@ -117,9 +117,9 @@ def suggest(word: str, options: Iterable[str]) -> str:
     That is the nearest option, a list of up to 16 options, or an empty string.
     """
     options = list(options)
-    near = nearest(word, options)
-    if near:
-        return f"; did you mean {near!r}?"
+    option = nearest(word, options)
+    if option:
+        return f"; did you mean {option!r}?"
     if options and len(options) <= 16:
         return f"; choose from {', '.join(options)}"
     return ""

@@ -92,7 +92,11 @@ def matching(keys: Iterable[str]) -> list[Signature]:
     Several can match: the keys of TRL and LLaMA-Factory overlap.
     """
     names = set(keys)
-    return [each for each in SIGNATURES if each.every <= names and not each.some.isdisjoint(names)]
+    return [
+        signature
+        for signature in SIGNATURES
+        if signature.every <= names and not signature.some.isdisjoint(names)
+    ]
 
 
 def importable(keys: Collection[str]) -> str | None:

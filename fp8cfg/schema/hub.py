@@ -20,7 +20,8 @@ _OTHER_FORMATS = ("*/*", "consolidated*")
 
 
 def split_hub_id(name: str) -> tuple[str, str | None]:
-    """Splits hf://OWNER/NAME@REVISION into repository and revision. Without "@" the latter is None."""
+    """Splits hf://OWNER/NAME@REVISION into repository and revision. Without "@" the latter is"
+    " None."""
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     return repository, revision or None
 
@@ -94,8 +95,8 @@ def _reason(error: Exception, name: str) -> str:
         return "not found on the hub, or not accessible with this token (HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision}"
-    why = str(error.__cause__ or error).partition("\n")[0]
-    return f"could not be downloaded, and is not in the cache ({why})"
+    cause = str(error.__cause__ or error).partition("\n")[0]
+    return f"could not be downloaded, and is not in the cache ({cause})"
 
 
 def chosen_tokenizer(recipe: Recipe) -> str | None:

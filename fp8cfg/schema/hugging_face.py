@@ -221,8 +221,8 @@ def registered_families() -> dict[str, Family]:
     recipe_registry.recipes()
     # Several families compute the same. Most tools can load llama and mistral, so these come first.
     common = ("llama", "mistral")
-    others = sorted(name for name in FAMILIES if name not in common)
-    names = [*(name for name in common if name in FAMILIES), *others]
+    other_names = sorted(name for name in FAMILIES if name not in common)
+    names = [*(name for name in common if name in FAMILIES), *other_names]
     return {name: FAMILIES[name] for name in names}
 
 
@@ -245,19 +245,19 @@ def family_of_model(model: Model) -> Family:
         ConfigError: No family computes the same. The message has the nearest family.
     """
     # A family fits if the model survives writing and reading back.
-    wanted = computed_keys(model)
+    keys = computed_keys(model)
     nearest: list[str] = []
     for candidate in registered_families().values():
         try:
-            found = computed_keys(candidate.read(candidate.write(model)))
+            candidate_keys = computed_keys(candidate.read(candidate.write(model)))
         except ConfigError:
             continue
-        different = [key for key in wanted if wanted[key] != found[key]]
+        different = [key for key in keys if keys[key] != candidate_keys[key]]
         if not different:
             return candidate
         if not nearest or len(different) < len(nearest):
             nearest = [
-                f"{candidate.model_type} has no model.{key}={wanted[key]}" for key in different
+                f"{candidate.model_type} has no model.{key}={keys[key]}" for key in different
             ]
     raise ConfigError(f"transformers has no such model: {'; '.join(nearest)}")
 

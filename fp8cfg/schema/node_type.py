@@ -87,10 +87,10 @@ def document_keys(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
         text = " ".join((field.description or "").split())
         inner_fields = getattr(field.annotation, "model_fields", None)
         if inner_fields:
-            more = f"Keys: {', '.join(inner_fields)}."
+            hint = f"Keys: {', '.join(inner_fields)}."
         else:
-            more = f"fp8cfg.explain(recipe, {key!r}) explains it in a recipe."
-        setattr(cls, name, Key(name, f"{key}: {text}\n\n{more}"))
+            hint = f"fp8cfg.explain(recipe, {key!r}) explains it in a recipe."
+        setattr(cls, name, Key(name, f"{key}: {text}\n\n{hint}"))
     for member in vars(cls).values():
         if isinstance(member, property) and member.fget is not None:
             # IPython completes with jedi. jedi 0.20.1 evaluates the return annotation of a property

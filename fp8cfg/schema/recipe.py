@@ -34,7 +34,8 @@ class Recipe(Node):
     home: ClassVar[str] = ""
 
     name: str = Field(default="unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions set their own name."""
+    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions"
+    " set their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
     lora: LoRA = Field(default_factory=LoRA)
@@ -201,7 +202,8 @@ class Leaf(NamedTuple):
 
 
 class Differences(dict[str, tuple[Any, Any]]):
-    """Both values of each key in which two recipes differ, by short name. Prints one line per key."""
+    """Both values of each key in which two recipes differ, by short name. Prints one line per"
+    " key."""
 
     def __repr__(self) -> str:
         if not self:
@@ -217,12 +219,12 @@ class Differences(dict[str, tuple[Any, Any]]):
 
 def leaves(recipe: Node) -> list[Leaf]:
     """Lists all keys of `recipe` except nodes, in the order of the schema."""
-    found = []
+    result = []
     for key, field in walk(type(recipe)):
         default = field.get_default(call_default_factory=True)
         if not isinstance(default, Node):
-            found.append(Leaf(short(key), attrgetter(key)(recipe), default))
-    return found
+            result.append(Leaf(short(key), attrgetter(key)(recipe), default))
+    return result
 
 
 def differences(a: Node, b: Node) -> Differences:
@@ -237,11 +239,11 @@ def differences(a: Node, b: Node) -> Differences:
 
 def _text(recipe: Recipe) -> str:
     """Formats the recipe in 80 columns: changed keys first, one paragraph per node."""
-    found = [leaf for leaf in leaves(recipe) if leaf.key != "name"]
-    changed = [leaf for leaf in found if not leaf.is_default]
-    rest = [leaf for leaf in found if leaf.is_default]
+    shown_leaves = [leaf for leaf in leaves(recipe) if leaf.key != "name"]
+    changed = [leaf for leaf in shown_leaves if not leaf.is_default]
+    default_leaves = [leaf for leaf in shown_leaves if leaf.is_default]
     lines = [f"Recipe {recipe.name}", *_paragraphs(changed), "at their defaults"]
-    return "\n".join([*lines, *_paragraphs(rest)])
+    return "\n".join([*lines, *_paragraphs(default_leaves)])
 
 
 def _paragraphs(found: list[Leaf]) -> Iterator[str]:
@@ -263,15 +265,16 @@ def _paragraphs(found: list[Leaf]) -> Iterator[str]:
 
 
 def _html(recipe: Recipe) -> str:
-    """Formats the recipe for a notebook: a table of changed keys, and a folded table of the rest."""
-    changed, rest = [], []
+    """Formats the recipe for a notebook: a table of changed keys, and a folded table of the"
+    " rest."""
+    changed, default_rows = [], []
     for leaf in leaves(recipe):
         if leaf.is_default:
-            rest.append([leaf.key, shown(leaf.value)])
+            default_rows.append([leaf.key, shown(leaf.value)])
         else:
             changed.append([leaf.key, shown(leaf.value), shown(leaf.default)])
     return in_notebook(
         f"<b>Recipe {html.escape(recipe.name)}</b>"
         f"{table_html(['key', 'value', 'default'], changed)}"
-        f"<details><summary>at their defaults</summary>{table_html([], rest)}</details>"
+        f"<details><summary>at their defaults</summary>{table_html([], default_rows)}</details>"
     )

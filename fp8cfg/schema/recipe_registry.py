@@ -134,13 +134,17 @@ def _register(fn: RecipeFunction) -> None:
     name = fn.__name__
     if not NAME.fullmatch(name):
         raise ConfigError(f"recipe {name}: a name has only letters, digits and '_'")
-    other = _RECIPES.get(name)
-    if other is not None:
+    registered = _RECIPES.get(name)
+    if registered is not None:
         # A repeated notebook cell or a reloaded module replaces its own recipes.
-        is_same = (other.__module__, other.__qualname__) == (fn.__module__, fn.__qualname__)
+        is_same = (registered.__module__, registered.__qualname__) == (
+            fn.__module__,
+            fn.__qualname__,
+        )
         if not is_same:
             raise ConfigError(
-                f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}"
+                f"recipe {name}: registered twice, by {registered.__module__} and by"
+                f" {fn.__module__}"
             )
     _RECIPES[name] = fn
 
@@ -158,7 +162,8 @@ def recipes() -> dict[str, RecipeFunction]:
 
 @functools.cache
 def _import_recipes() -> None:
-    """Imports the shipped recipes, then the recipes of installed packages. They register themselves."""
+    """Imports the shipped recipes, then the recipes of installed packages. They register"
+    " themselves."""
     # Shipped recipes come first, so packages cannot take their names.
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):

@@ -81,7 +81,8 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if model.kv_channels is None:
             yield Violation(
                 f"model.hidden_size={model.hidden_size}",
-                f"gives heads of {model.head_dim} channels, but rotary positions need an even number;"
+                f"gives heads of {model.head_dim} channels, but rotary positions need an even"
+                " number;"
                 f" nearest is {nearest_multiple(model.hidden_size, 2 * heads)}, or set"
                 " model.kv_channels",
             )
@@ -185,7 +186,8 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
             nearest = max(2, round(channels / 2) * 2) / model.head_dim
             yield Violation(
                 f"model.rotary_percent={model.rotary_percent:g}",
-                f"rotates {channels:g} of {model.head_dim} channels of a head, but the number must be"
+                f"rotates {channels:g} of {model.head_dim} channels of a head, but the number must"
+                " be"
                 f" even; nearest is {nearest:g}",
             )
         return
@@ -204,7 +206,8 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if positions is not None and positions < model.seq_length:
         yield Violation(
             f"model.seq_length={model.seq_length}",
-            f"longer than model.max_position_embeddings={positions}, the learned positions; set it to"
+            f"longer than model.max_position_embeddings={positions}, the learned positions; set it"
+            " to"
             f" {positions} or less",
         )
 
@@ -214,8 +217,8 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     lora, precision = recipe.lora, recipe.precision
     if not lora.enabled:
         other_keys = [name for name in LoRA.model_fields if name != "enabled"]
-        why = " with lora.enabled=false; set task=lora"
-        yield from idle(lora, other_keys, why, "lora.enabled")
+        reason = " with lora.enabled=false; set task=lora"
+        yield from idle(lora, other_keys, reason, "lora.enabled")
         return
     if not lora.targets:
         yield Violation(
@@ -262,7 +265,8 @@ def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             data,
             ("validation_path",),
-            f" with data={data.name}, which validates on the end of its own text; set data.path too",
+            f" with data={data.name}, which validates on the end of its own text; set data.path"
+            " too",
             "data.name",
         )
     yield from _streaming_rules(data)
@@ -289,8 +293,8 @@ def missing_data(recipe: RecipeFields) -> Iterator[Violation]:
         "chat": ".jsonl file of conversations, or another data=NAME",
         "dataset": "folder of save_to_disk",
     }
-    what = expected.get(data.name, f".{data.name} file")
-    yield Violation(f"data={data.name}", f"needs data.path, a {what}")
+    expected_path = expected.get(data.name, f".{data.name} file")
+    yield Violation(f"data={data.name}", f"needs data.path, a {expected_path}")
 
 
 def _path_kind_rules(data: Data) -> Iterator[Violation]:
@@ -306,10 +310,10 @@ def _path_kind_rules(data: Data) -> Iterator[Violation]:
             # Text data may have any ending, but a table would train on its own syntax.
             kind = data_kinds.kind_by_ending(path)
             if kind in data_kinds.TABLES and kind != data.name:
-                why = f"not data={data.name}"
+                reason = f"not data={data.name}"
                 if data.name == "text":
-                    why = "but data=text would train on the raw file"
-                yield Violation(f"{key}={path}", f"needs data={kind}, {why}; set data={kind}")
+                    reason = "but data=text would train on the raw file"
+                yield Violation(f"{key}={path}", f"needs data={kind}, {reason}; set data={kind}")
 
 
 def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) -> Violation:
@@ -323,14 +327,14 @@ def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) 
     """
     kinds = {data_kinds.kind_at(path) for path in paths}
     kind = kinds.pop() if len(kinds) == 1 else None
-    why = f"has no effect with data={data.name}"
+    problem = f"has no effect with data={data.name}"
     if kind is None:
         names = [*data_kinds.ENDINGS, "dataset"]
-        return Violation(setting, f"{why}; set data to its kind: {', '.join(names)} or chat")
+        return Violation(setting, f"{problem}; set data to its kind: {', '.join(names)} or chat")
     # stdlib is the default, so a path alone says what the user wants. Another name is an override.
     if data.name != "stdlib":
-        return Violation(setting, f"{why}; set data={kind}")
-    return Violation(setting, f"{why}; set data={kind}", [("data.name", kind)], [key])
+        return Violation(setting, f"{problem}; set data={kind}")
+    return Violation(setting, f"{problem}; set data={kind}", [("data.name", kind)], [key])
 
 
 def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
@@ -385,8 +389,8 @@ def _document_rules(recipe: RecipeFields) -> Iterator[Violation]:
     data = recipe.data
     # The three keys separate documents that are packed into one sample.
     if data.name == "chat":
-        why = " with data=chat, whose samples are single conversations"
-        yield from idle(data, DOCUMENT_KEYS, why, "data.name")
+        reason = " with data=chat, whose samples are single conversations"
+        yield from idle(data, DOCUMENT_KEYS, reason, "data.name")
     elif data.name == "tokens" and data.tokenizer is None:
         for name in DOCUMENT_KEYS:
             if getattr(data, name):
@@ -438,7 +442,8 @@ def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
             constant = f" with optim.constant_steps={optim.constant_steps}"
         yield Violation(
             f"optim.warmup_steps={optim.warmup_steps}",
-            f"longer than trainer.max_steps={max_steps}{constant}; set it to {warmup_steps} or less",
+            f"longer than trainer.max_steps={max_steps}{constant}; set it to {warmup_steps} or"
+            " less",
             [("optim.warmup_steps", warmup_steps), ("optim.constant_steps", constant_steps)],
             ["trainer.max_steps", "optim.warmup_steps", "optim.constant_steps"],
         )
@@ -451,15 +456,15 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield uneven_batch(recipe, 1, f"trainer.micro_batch_size={trainer.micro_batch_size}")
     # Without evaluation, limit_val_batches and use_autocast_during_eval do nothing.
     if trainer.val_check_interval == 0:
-        never = " with trainer.val_check_interval=0 (no evaluation)"
+        reason = " with trainer.val_check_interval=0 (no evaluation)"
         key = "trainer.val_check_interval"
         default = type(trainer).model_fields["limit_val_batches"].default
         advice = f"set {default}"
         if trainer.limit_val_batches == default:
             advice = "remove it"
-        yield from idle(trainer, ("limit_val_batches",), f"{never}; {advice}", key)
+        yield from idle(trainer, ("limit_val_batches",), f"{reason}; {advice}", key)
         if recipe.fp8.enabled:
-            yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
+            yield from idle(recipe.fp8, ("use_autocast_during_eval",), reason, key)
     backend = recipe.precision.backend
     # compile=auto just leaves such layers eager.
     if trainer.compile == "on" and not capabilities(backend).compiles:
@@ -568,12 +573,13 @@ def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
         )
     interval = log.fp8_stats_every_n_steps
     if not recipe.fp8.enabled:
-        why = " with fp8.enabled=false; remove it or set precision=bf16_fp8"
-        yield from idle(log, ("fp8_stats_every_n_steps",), why, "fp8.enabled")
+        reason = " with fp8.enabled=false; remove it or set precision=bf16_fp8"
+        yield from idle(log, ("fp8_stats_every_n_steps",), reason, "fp8.enabled")
     elif interval > max_steps:
         yield Violation(
             f"log.fp8_stats_every_n_steps={interval}",
-            f"has no effect, the run ends with trainer.max_steps={max_steps}; nearest is {max_steps}",
+            f"has no effect, the run ends with trainer.max_steps={max_steps}; nearest is"
+            f" {max_steps}",
             [("log.fp8_stats_every_n_steps", max_steps)],
             ["trainer.max_steps"],
         )

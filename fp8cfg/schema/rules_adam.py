@@ -56,7 +56,7 @@ def adam_violations(
         stochastic: Whether the backend can round stochastically.
     """
     weight, master = columns["weight"], columns["master_weight"]
-    found = [
+    violations = [
         *second_moment_violations(columns["exp_avg_sq"], betas[1], eps),
         *frozen_averages(columns, betas),
         *missing_masters(weight, master),
@@ -66,7 +66,7 @@ def adam_violations(
     fixed = {f"storage.{column}" for column in COLUMNS if column not in explicit}
     if not stochastic:
         fixed.add("storage.rounding")
-    return [_without_fixes(violation, fixed) for violation in found]
+    return [_without_fixes(violation, fixed) for violation in violations]
 
 
 def _without_fixes(violation: Violation, keys: Collection[str]) -> Violation:
@@ -91,11 +91,11 @@ def second_moment_violations(dtype: str, beta: float, eps: float) -> Iterator[Vi
     least_root = math.sqrt(FP16_LEAST)
     if dtype == "fp16" and eps < least_root:
         wider = _wider_dtype("bf16", beta)
-        also = ", or bf16" if beta <= _largest_beta(MANTISSA_BITS["bf16"]) else ""
+        alternative = ", or bf16" if beta <= _largest_beta(MANTISSA_BITS["bf16"]) else ""
         yield Violation(
             "storage.exp_avg_sq=fp16",
             f"without a scale, second moments of gradients below {least_root:.1e} become 0, and"
-            f" training can diverge with optim.eps={eps:g}; set it to {wider}{also}",
+            f" training can diverge with optim.eps={eps:g}; set it to {wider}{alternative}",
             [("storage.exp_avg_sq", wider), ("optim.eps", least_root)],
             ["storage.exp_avg_sq", "optim.eps"],
         )
@@ -176,16 +176,17 @@ def lost_updates(
         weight_size: Magnitude of a typical weight.
     """
     column, dtype = _updated_column(weight, master)
-    least = _least_update(dtype, rounding, weight_size)
-    if lr < least:
+    smallest_update = _least_update(dtype, rounding, weight_size)
+    if lr < smallest_update:
         fixes: list[tuple[str, Any]] = [
             ("storage.rounding", "stochastic"),
             ("storage.master_weight", "fp32"),
-            ("optim.lr", least),
+            ("optim.lr", smallest_update),
         ]
         yield Violation(
             f"optim.lr={lr:g}",
-            f"storage.{column}={dtype} loses most updates below {least:.2g} of weights around"
+            f"storage.{column}={dtype} loses most updates below {smallest_update:.2g} of weights"
+            " around"
             f" {weight_size:g}; set storage.rounding=stochastic or"
             " storage.master_weight=fp32",
             fixes,
@@ -228,11 +229,12 @@ def late_updates(
 ) -> Iterator[str]:
     """Remarks on learning rates that become too small for the weights late in the schedule."""
     column, dtype = _updated_column(columns["weight"], columns["master_weight"])
-    least = _least_update(dtype, rounding, weight_size)
-    if end_lr < least <= lr:
+    smallest_update = _least_update(dtype, rounding, weight_size)
+    if end_lr < smallest_update <= lr:
         yield (
             f"optim.min_lr={end_lr:g}: storage.{column}={dtype} loses most updates below"
-            f" {least:.2g} at the end of the schedule; storage.rounding=stochastic keeps their mean"
+            f" {smallest_update:.2g} at the end of the schedule; storage.rounding=stochastic keeps"
+            " their mean"
         )
 
 

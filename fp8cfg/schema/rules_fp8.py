@@ -96,19 +96,19 @@ def _layer_rules(fp8: FP8, num_layers: int) -> Iterator[Violation]:
     # A preset may set these (NeMo's first_last_layers_bf16), and a small model has too few layers.
     if start + end >= num_layers:
         # Keep one layer in FP8. The start keeps its layers first.
-        most = max(0, num_layers - 1)
+        max_layers = max(0, num_layers - 1)
         nearest = []
-        if start > most:
-            nearest.append(f"fp8.high_precision_at_start={most}")
+        if start > max_layers:
+            nearest.append(f"fp8.high_precision_at_start={max_layers}")
         if end:
-            nearest.append(f"fp8.high_precision_at_end={max(0, most - start)}")
+            nearest.append(f"fp8.high_precision_at_end={max(0, max_layers - start)}")
         yield Violation(
             f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}",
             f"leave no layer of model.num_layers={num_layers} in FP8; nearest is"
             f" {' '.join(nearest)}",
             [
-                ("fp8.high_precision_at_end", max(0, most - start)),
-                ("fp8.high_precision_at_start", max(0, most - end)),
+                ("fp8.high_precision_at_end", max(0, max_layers - start)),
+                ("fp8.high_precision_at_start", max(0, max_layers - end)),
             ],
             ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"],
         )
@@ -138,8 +138,8 @@ def _unread_keys(precision: Precision) -> Iterator[Violation]:
             continue
         if all(getattr(fp8.override_linear_precision, gemm) for gemm in gemms):
             overrides = [f"fp8.override_linear_precision.{gemm}" for gemm in gemms]
-            why = f", no FP8 GEMM reads it with {'=true and '.join(overrides)}=true; remove it"
-            yield from idle(fp8, (name,), why, *overrides)
+            reason = f", no FP8 GEMM reads it with {'=true and '.join(overrides)}=true; remove it"
+            yield from idle(fp8, (name,), reason, *overrides)
 
 
 def _attention_rules(fp8: FP8) -> Iterator[Violation]:

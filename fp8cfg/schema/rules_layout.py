@@ -73,7 +73,8 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
     if world % strategy.size:
         yield Violation(
             f"trainer.num_nodes x trainer.devices = {world}",
-            f"must be a multiple of tensor x pipeline x context parallel size = {strategy.size}; set"
+            f"must be a multiple of tensor x pipeline x context parallel size = {strategy.size};"
+            " set"
             f" {_nearest_machines(trainer)}{strategy.smaller(world)}",
             source="layout",
         )
@@ -187,13 +188,13 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
     # Any number of ranks above one tells whether this state is sharded at all.
     if state.sharding(2) == "none":
         zero1 = "" if level(precision) else "set storage.shard=zero1, or "
-        why = f"; {zero1}set it to 1"
+        reason = f"; {zero1}set it to 1"
         if precision.storage.shard == "auto":
-            why = ", which shards nothing here; set it to 1"
+            reason = ", which shards nothing here; set it to 1"
         yield from idle(
             strategy,
             ("data_parallel_replicate_size",),
-            f" with storage.shard={precision.storage.shard}{why}",
+            f" with storage.shard={precision.storage.shard}{reason}",
             "storage.shard",
         )
         return
@@ -234,7 +235,8 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
         elif ranks_with_same_weights == groups:
             yield Violation(
                 f"{key}={groups}",
-                "leaves one rank per group, so nothing is sharded; set storage.shard=none, or set it"
+                "leaves one rank per group, so nothing is sharded; set storage.shard=none, or set"
+                " it"
                 " to 1",
                 [(key, 1)],
                 ["trainer.num_nodes", "trainer.devices"],
@@ -325,8 +327,8 @@ def _nearest_machines(trainer: Trainer) -> str:
     # num_nodes x devices must be a multiple of size, so devices a multiple of step.
     size = trainer.strategy.size
     step = size // gcd(size, trainer.num_nodes)
-    most = MAX_GPUS_PER_NODE // step * step
-    devices = min(nearest_multiple(trainer.devices, step), most)
+    max_devices = MAX_GPUS_PER_NODE // step * step
+    devices = min(nearest_multiple(trainer.devices, step), max_devices)
     if devices:
         return f"trainer.devices={devices}"
     return f"trainer.num_nodes={size // gcd(size, trainer.devices)}"
@@ -374,9 +376,9 @@ def by_fsdp2(recipe: RecipeFields, state: StateDtypes, ranks: int, backend: str)
 def _can_gather_stored_weights(recipe: RecipeFields, state: StateDtypes, backend: str) -> bool:
     """Returns whether FSDP2 can gather weights in their storage dtypes."""
     fp8 = recipe.precision.fp8
-    has = capabilities(backend)
+    backend_capabilities = capabilities(backend)
     # Every level has weights or masters with one scale per tensor. FSDP2's shards are float32.
-    if level(recipe.precision) or not has.fully_shards:
+    if level(recipe.precision) or not backend_capabilities.fully_shards:
         return False
     # The shards are the masters, so masters must be float32 too.
     if state.low_bit and not state.float32_masters:
@@ -387,13 +389,13 @@ def _can_gather_stored_weights(recipe: RecipeFields, state: StateDtypes, backend
     # Only adapters are sharded, in float32. The frozen weights stay whole on each rank.
     if recipe.lora.enabled:
         return True
-    gathers_params = has.fp8_gather == "params"
+    gathers_params = backend_capabilities.fp8_gather == "params"
     # Native layers gather both matrices of a weight if fprop and dgrad read different ones. Other
     # backends gather only one.
     if state.fp8_weights:
         if not gathers_params and against_gathered_params(fp8, backend):
             return False
-        return has.zero_fp8_weights
+        return backend_capabilities.zero_fp8_weights
     if state.linear["weight"] == state.other["weight"]:
         return True
     # Linear weights in another dtype than the rest are gathered as stored, by FSDP2's all-gather

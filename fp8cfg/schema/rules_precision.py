@@ -116,12 +116,12 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
     # Adam's weight decay is part of the gradient (L2), so the moments must include it. MS-AMP's
     # LBAdam leaves it out of moments below float32. AdamW decays the weight directly.
-    why = capabilities(precision.backend).adam_weight_decay
+    reason = capabilities(precision.backend).adam_weight_decay
     is_adam = optim.name == "adam" and optim.weight_decay != 0
-    if why and is_adam and columns["exp_avg"] != "fp32":
+    if reason and is_adam and columns["exp_avg"] != "fp32":
         yield Violation(
             f"optim.weight_decay={optim.weight_decay:g}",
-            f"with optim.name=adam {why}",
+            f"with optim.name=adam {reason}",
             [("optim.name", "adamw"), ("optim.weight_decay", 0.0)],
             ["optim.name", "optim.weight_decay", "backend"],
         )
@@ -225,7 +225,7 @@ def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Itera
     if comm in FP8_CODECS and gradient in FP8_CODECS and comm != gradient:
         # Block scales and expanded ranges are never sent, see `_column_rules`.
         can_be_sent = gradient not in ("fp8_block", "fp8_expand")
-        same = f"{gradient}, or " if can_be_sent else ""
+        gradient_option = f"{gradient}, or " if can_be_sent else ""
         candidates = {"comm": gradient if can_be_sent else "auto", "weight_grad": comm}
         # A level sets the columns on auto. There the user has no value to change.
         fixes = [
@@ -235,7 +235,8 @@ def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Itera
         ]
         yield Violation(
             f"storage.comm={comm}",
-            f"gradients are stored in {gradient} and sent unchanged; set it to {same}bf16 or fp32 to"
+            f"gradients are stored in {gradient} and sent unchanged; set it to"
+            f" {gradient_option}bf16 or fp32 to"
             " sum them before they are stored",
             fixes,
             ["storage.comm", "storage.weight_grad", "opt_level", "backend"],
@@ -276,15 +277,15 @@ def _rounding_rules(precision: Precision, columns: dict[str, str]) -> Iterator[V
         columns[column] not in ("fp32", "none") for column in ("weight", "master_weight")
     )
     if not has_rounded_columns:
-        why = "weights are float32"
+        reason = "weights are float32"
     elif fp8_weights(precision) and columns["master_weight"] == "fp32":
         # The optimizer updates the float32 masters. The layer then quantizes them for its GEMMs.
-        why = "FP8 layers round their own weights"
+        reason = "FP8 layers round their own weights"
     else:
         return
     yield Violation(
         f"storage.rounding={rounding}",
-        f"has no effect, {why}; remove it",
+        f"has no effect, {reason}; remove it",
         [("storage.rounding", "nearest")],
         [
             "precision.compute",
@@ -333,7 +334,8 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield from idle(
             storage,
             ("gather",),
-            f" with storage.shard={storage.shard}, which keeps full weights on every rank; remove it"
+            f" with storage.shard={storage.shard}, which keeps full weights on every rank; remove"
+            " it"
             " or set storage.shard=fsdp",
             "storage.shard",
         )
@@ -386,9 +388,9 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
         reasons = [against_fp8_gather(precision, backend) for backend in backends]
         # backend=auto skips backends without support for the recipe. So one is enough.
         if all(reasons):
-            for why in reasons[0]:
+            for reason in reasons[0]:
                 yield Violation(
-                    "storage.gather=fp8", why, [("storage.gather", "auto")], _FP8_GATHER_KEYS
+                    "storage.gather=fp8", reason, [("storage.gather", "auto")], _FP8_GATHER_KEYS
                 )
     # NeMo's presets set fp8.params, so this is harmless unless the user wrote it.
     elif gather == precision.compute and precision.fp8.enabled and precision.fp8.params:
@@ -404,7 +406,8 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
     elif gather not in ("auto", precision.compute):
         yield Violation(
             f"storage.gather={gather}",
-            f"FSDP2 gathers weights in precision.compute={precision.compute}; set it to auto or fp8",
+            f"FSDP2 gathers weights in precision.compute={precision.compute}; set it to auto or"
+            " fp8",
             [("storage.gather", "auto")],
             ["precision.compute"],
         )

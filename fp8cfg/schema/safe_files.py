@@ -81,7 +81,8 @@ def read_text(path: Path) -> str:
 
 @functools.lru_cache(1)
 def _read_stdin(stream: Any) -> bytes:
-    """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes once."""
+    """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes"
+    " once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "-: torchrun starts several processes, but only one can read standard input; use a file"
@@ -189,7 +190,8 @@ def _with_file(error: ConfigError, where: str) -> ConfigError:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last one."""
+    """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last"
+    " one."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -302,8 +304,9 @@ class _UniqueKeys(yaml.constructor.SafeConstructor):
     """Reads YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping. Raises ConfigError for a duplicate key, and for a key that is no string."""
-        seen = set[str]()
+        """Builds a mapping. Raises ConfigError for a duplicate key, and for a key that is no"
+        " string."""
+        keys = set[str]()
         for key_node, _ in node.value:
             # `<<: *base` may come several times, and its keys may be overridden.
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -312,9 +315,9 @@ class _UniqueKeys(yaml.constructor.SafeConstructor):
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise ConfigError(f"line {line}: key {key!r} is not a name")
-            if key in seen:
+            if key in keys:
                 raise ConfigError(f"line {line}: duplicate key {key!r}")
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 

@@ -191,8 +191,8 @@ class StateDtypes:
         weight_dtypes: set[str] = {"fp32", self.precision.compute}
         if self.fp8_weights:
             weight_dtypes.add("fp8")
-        used = {self.linear["weight"], self.other["weight"]}
-        return self.float32_masters and used <= weight_dtypes
+        dtypes = {self.linear["weight"], self.other["weight"]}
+        return self.float32_masters and dtypes <= weight_dtypes
 
     @property
     def gathered_dtype(self) -> str:

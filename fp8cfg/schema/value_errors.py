@@ -126,8 +126,8 @@ def _problem(cls: NodeClass, details: ErrorDetails) -> str:
     for name, words in _BOUNDS.items():
         if name in context:
             bound = context[name]
-            shown = f"{bound:d}" if isinstance(bound, int) else f"{bound:g}"
-            return f"{setting}: must be {words} {shown}"
+            bound_text = f"{bound:d}" if isinstance(bound, int) else f"{bound:g}"
+            return f"{setting}: must be {words} {bound_text}"
     # A tuple of fixed length, such as optim.betas.
     if kind in ("too_short", "too_long", "missing") and isinstance(value, tuple):
         count = len(typing.get_args(annotation))
@@ -157,7 +157,8 @@ def _is_node_in_list(value: Any) -> bool:
 
 
 def _nearest_option(key: str, value: Any, annotation: Any) -> str:
-    """Returns the end of a message about an unknown option: a translation, or the nearest option."""
+    """Returns the end of a message about an unknown option: a translation, or the nearest"
+    " option."""
     ours = foreign_names.meant(key, value)
     if ours is None:
         return suggest(str(value), options(annotation))
@@ -168,7 +169,8 @@ def _nearest_option(key: str, value: Any, annotation: Any) -> str:
 
 
 def _advice(cls: NodeClass, field: str, kind: str, value: Any) -> str:
-    """Returns the correction of a value of the wrong type, or an empty string if none is obvious."""
+    """Returns the correction of a value of the wrong type, or an empty string if none is"
+    " obvious."""
     key, annotation = cls.key(field), cls.model_fields[field].annotation
     if kind == "model_type":
         return _advice_for_node(key, annotation, value)
@@ -289,7 +291,7 @@ def example(key: str, node: NodeClass, value: Any) -> str:
     name, fields = short(key), node.model_fields
     if _has_value_per_key(node, value):
         pairs = zip(fields, value, strict=True)
-        keys = ", ".join(f"{field}: {str(each).lower()}" for field, each in pairs)
+        keys = ", ".join(f"{field}: {str(item).lower()}" for field, item in pairs)
         return f"; write '{name}={{{keys}}}'"
     word = str(value).lower()
     if isinstance(value, bool) and "enabled" in fields:

@@ -65,11 +65,11 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
     loss, gradients = _pass(job, batches, step, world)
     job.compile_model()
     compiled_loss, compiled_gradients = _pass(job, batches, step, world)
-    name, most = _largest_difference(compiled_gradients, gradients)
+    name, error = _largest_difference(compiled_gradients, gradients)
     problem = ""
     # "not <=" instead of ">": a NaN must fail the check.
-    if not most <= TOLERANCE:
-        problem = f"the gradient of {name} differs by {most:.1%} from the eager one"
+    if not error <= TOLERANCE:
+        problem = f"the gradient of {name} differs by {error:.1%} from the eager one"
     elif loss.isfinite() and not (compiled_loss - loss).abs() <= LOSS_TOLERANCE * loss.abs():
         problem = f"the loss is {compiled_loss.item():.4g}, the eager one {loss.item():.4g}"
     # A collective: ranks without a problem would otherwise wait for the failed one.
@@ -79,7 +79,7 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
             f" {problem or 'a gradient of another rank is wrong'}; set trainer.compile=off, or"
             " install another torch"
         )
-    return most
+    return error
 
 
 def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, dict[str, Tensor]]:
@@ -105,12 +105,12 @@ def _low_loss_scale(job: Job) -> Iterator[None]:
     if scaler is None:
         yield
         return
-    before = scaler.scale
-    scaler.scale = min(before, 1024.0)
+    old_scale = scaler.scale
+    scaler.scale = min(old_scale, 1024.0)
     try:
         yield
     finally:
-        scaler.scale = before
+        scaler.scale = old_scale
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
@@ -130,7 +130,7 @@ def _largest_difference(
     if names := compiled.keys() ^ eager.keys():
         return min(names), math.inf
     norms = {name: gradient.float().norm().item() for name, gradient in eager.items()}
-    least = _LEAST * math.hypot(*(norm for norm in norms.values() if math.isfinite(norm)))
+    floor = _LEAST * math.hypot(*(norm for norm in norms.values() if math.isfinite(norm)))
     largest = "", 0.0
     for name, norm in norms.items():
         if not math.isfinite(norm):
@@ -138,7 +138,7 @@ def _largest_difference(
         difference = (compiled[name].float() - eager[name].float()).norm().item()
         if difference == 0:
             continue
-        relative = difference / max(norm, least) if max(norm, least) else math.inf
+        relative = difference / max(norm, floor) if max(norm, floor) else math.inf
         if math.isnan(relative):
             relative = math.inf
         if relative > largest[1]:
@@ -168,14 +168,15 @@ def compiles(
     Raises:
         ConfigError: trainer.compile=on, but the backend or this machine cannot compile.
     """
-    wanted = recipe.trainer.compile
+    setting = recipe.trainer.compile
     if not registry.capabilities(backend).compiles:
-        if wanted == "on":
+        if setting == "on":
             raise ConfigError(
-                f"trainer.compile=on: backend={backend} does not support torch.compile; set it to off"
+                f"trainer.compile=on: backend={backend} does not support torch.compile; set it to"
+                " off"
             )
         return False
-    if wanted == "on":
+    if setting == "on":
         _refuse_disabled()
     cxx = os.environ.get("CXX", "g++")  # Inductor's default
     advice = "set it to off"
@@ -187,10 +188,10 @@ def compiles(
         can_compile = shutil.which(cxx) is not None
         if "CXX" in os.environ:
             advice += ", or unset CXX"
-    if wanted == "on" and not can_compile:
+    if setting == "on" and not can_compile:
         raise ConfigError(f"trainer.compile=on: no {compiler} here; {advice}")
-    if wanted != "auto":
-        return wanted == "on"
+    if setting != "auto":
+        return setting == "on"
     coverage = planned_coverage(recipe, plan)
     # 6 FLOPs per weight and token: forward, dgrad and wgrad take one multiply and one add each.
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
@@ -251,8 +252,8 @@ def compile_as_chosen(
         job.compile_model()
         return
     began = time.perf_counter()
-    most = compare(job, batches, step, world)
+    error = compare(job, batches, step, world)
     say(
-        f"compiled gradients of the first microbatch match the eager ones ({most:.1%} apart at"
+        f"compiled gradients of the first microbatch match the eager ones ({error:.1%} apart at"
         f" most, {time.perf_counter() - began:.1f} s)"
     )

@@ -225,7 +225,8 @@ class _Training:
             self.saver.check_room()
             if self.signals is not None and self.signals.stop_requested():
                 raise Interrupted(
-                    f"stopped before step {first_step + 1} of {self.max_steps}; {self._resume_advice()}"
+                    f"stopped before step {first_step + 1} of {self.max_steps};"
+                    f" {self._resume_advice()}"
                 )
             if self.world.first:
                 progress = Progress(self.recipe, self.say, self.can_draw, self._peak())
@@ -622,7 +623,8 @@ class _Training:
             if self.job.loss_scaler is None:
                 raise Diverged(f"all {num_done} steps were bad and skipped (trainer.on_bad_step)")
             raise Diverged(
-                f"all {num_done} steps were skipped because gradients overflowed; raise trainer.max_steps"
+                f"all {num_done} steps were skipped because gradients overflowed; raise"
+                " trainer.max_steps"
                 " or lower precision.initial_loss_scale"
             )
         problems = [

@@ -124,7 +124,9 @@ def storages(t: Tensor) -> list[torch.UntypedStorage]:
         return [t.untyped_storage()]
     # A DTensor also flattens to its mesh, and the mesh is not a tensor.
     inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
-    return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
+    return [
+        storage for tensor in inner if isinstance(tensor, Tensor) for storage in storages(tensor)
+    ]
 
 
 BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, "peak": 0.15}
@@ -142,18 +144,22 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         and backward pass), "gradient sums" and "optimizer step" come on top.
     """
     job = build(recipe)
-    here, world = job.prepared.pipeline, current()
+    stages, world = job.prepared.pipeline, current()
     passes = count_microbatches(job, world)
-    count = passes if here is not None else 1
-    stage = here.rank if here is not None else 0
+    count = passes if stages is not None else 1
+    stage = stages.rank if stages is not None else 0
     # The plan has this row if a step is one pass, so that gradients replace activations.
     single = COMING in plan_memory(
         recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend
     )
     # These stages accumulate unsharded gradients and reduce them only in the last pass.
-    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
+    gathers_after_step = (
+        stages is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
+    )
     # The peak under zero2: shards of gradients exist, and the weights stay gathered.
-    between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
+    measures_between = (
+        passes > 2 and stages is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
+    )
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
     if recipe.data.resets:
@@ -162,12 +168,12 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
     def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
         """Runs forward and backward once. `last` marks the last microbatch of a step."""
-        if job.prepared.fsdp2 and here is None:
+        if job.prepared.fsdp2 and stages is None:
             from fp8cfg.parallel.fsdp import prepare_microbatch
 
             prepare_microbatch(job.model, job.prepared.shard, last)
         with job.autocast():
-            if here is not None:
+            if stages is not None:
                 pipeline(job, world).train(batch, [1.0] * count)
                 return
             loss = job.model(*batch)
@@ -184,37 +190,41 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         job.model, quantizes_weights_once(recipe, job.prepared.state, job.prepared.shard, passes)
     ):
         one_pass(last=passes == 1)
-        if whole or single:
+        if gathers_after_step or single:
             job.optimizer.zero_grad()
-        kept = stored(job)
+        stored_bytes = stored(job)
         # The first pass filled this cache outside of LiveBytes, so its bytes are added below.
         quantized = sum(layer.weight_cache.num_bytes for layer in fp8_linears(job.model))
-        known = [*batch, *(t for tensors in kept.values() for t in tensors)]
-        storing = nullcontext() if between or here is not None else job.optimizer.storing()
+        known = [*batch, *(t for tensors in stored_bytes.values() for t in tensors)]
+        storing = (
+            nullcontext() if measures_between or stages is not None else job.optimizer.storing()
+        )
         with LiveBytes(known, [*gradients(job), *_partial_sums(job)], gathered) as live, storing:
-            one_pass(live, last=not between)
-        if between:
+            one_pass(live, last=not measures_between)
+        if measures_between:
             with job.optimizer.storing():
                 one_pass()
     if isinstance(job.optimizer, LowBitTraining):
         # Pipeline stages ran without `storing`, so their gradients are quantized now.
         job.optimizer.store_grads()
-    kept["gradients"] = gradients(job)
-    measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
-    with LiveBytes(t for tensors in kept.values() for t in tensors) as summing:
+    stored_bytes["gradients"] = gradients(job)
+    measured = {
+        kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in stored_bytes.items()
+    }
+    with LiveBytes(t for tensors in stored_bytes.values() for t in tensors) as summing:
         sum_gradients(job.prepared, job.optimizer, world)
-    with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
+    with LiveBytes(t for tensors in stored_bytes.values() for t in tensors) as stepping:
         job.optimizer.step()
     # The plan counts gradients as persistent memory, but this pass allocated them in its peak.
-    made = measured["gradients"] if whole else 0
+    gradient_bytes = measured["gradients"] if gathers_after_step else 0
     measured |= {
-        "peak": live.peak + quantized - made,
+        "peak": live.peak + quantized - gradient_bytes,
         "gradient sums": summing.peak,
         "optimizer step": stepping.peak,
     }
     measured |= {"after forward": max(passed) + quantized} if passed else {}
-    found = planned(recipe, job.device.type, job.choice.backend, stage)
-    return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
+    prediction = planned(recipe, job.device.type, job.choice.backend, stage)
+    return {kind: (n, measured[kind]) for kind, n in prediction.items() if kind in measured}
 
 
 def _local(t: Tensor) -> Tensor:
@@ -285,16 +295,18 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
     Under FSDP2 with zero1, zero2 or none, the weights are the gathered ones. Then all ranks must
     call it, since it gathers them.
     """
-    kept = stored(job)
+    stored_bytes = stored(job)
     scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
     weights = (
-        _gathered(job) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else kept["weights"]
+        _gathered(job)
+        if job.prepared.fsdp2 and job.prepared.shard != "fsdp"
+        else stored_bytes["weights"]
     )
     kinds = {
         "weights": weights,
-        "masters": kept["masters"],
+        "masters": stored_bytes["masters"],
         "gradients": gradients(job),
-        "moments": kept["moments"],
+        "moments": stored_bytes["moments"],
         "scales": scales,
     }
     return {kind: [_local(t) for t in tensors] for kind, tensors in kinds.items()}
@@ -312,18 +324,18 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     part = stage_parts(recipe, ranks())[stage]
     kinds = plan_memory(recipe, device, part, backend)
     linears = part_linears(recipe, part)
-    stays = persistent_memory(recipe, part, linears, backend)
+    persistent = persistent_memory(recipe, part, linears, backend)
     # "FP8 copies" of the plan has persistent state and temporary copies. Only the first stays.
-    state = stays.pop("FP8 copies")
+    state = persistent.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
     logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
-    kept = kinds["activations"] + copies + logits
+    forward_bytes = kinds["activations"] + copies + logits
     shard, gathered = part.shard, kinds.get("gathered", 0)
     if shard == "fsdp":
-        kept += root_bytes(recipe, part, linears, count_parameters(recipe, part).total)
+        forward_bytes += root_bytes(recipe, part, linears, count_parameters(recipe, part).total)
     elif by_fsdp2(recipe, part.state, part.shards, backend):
         # The measurement counts gathered weights as temporary: they are freed between steps.
-        kept += (gathered := stays.pop("weights"))
+        forward_bytes += (gathered := persistent.pop("weights"))
         gathered += kinds["accumulation"]
         if not reduces_once(recipe, part):
             # Earlier passes left these shards, so they are not new memory of the measured pass.
@@ -336,11 +348,16 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         peak += kinds["gradients"] + kinds[COMING]
     step = optimizer_step_bytes(recipe, part, linears, device, backend)
     sums = reduction_bytes(recipe, part, linears, device, backend)
-    found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}
+    prediction = {
+        "after forward": forward_bytes,
+        "peak": peak,
+        "gradient sums": sums,
+        "optimizer step": step,
+    }
     return {
-        **stays,
+        **persistent,
         "FP8 state": state,
-        **{kind: n for kind, n in found.items() if n or kind != "gradient sums"},
+        **{kind: n for kind, n in prediction.items() if n or kind != "gradient sums"},
     }
 
 

@@ -61,8 +61,8 @@ class StopSignals:
 
     def stop_requested(self) -> bool:
         """Whether to stop now: this process got a signal, or with `agree` any rank got one."""
-        own = self.received is not None
-        return self._agree(own) if self._agree else own
+        is_received = self.received is not None
+        return self._agree(is_received) if self._agree else is_received
 
     def __enter__(self) -> StopSignals:
         for number in self._signals:

@@ -68,11 +68,11 @@ def newest(
     with RunFolder.open(path, lock=False) as folder:
         folder.check_format()
         root = folder.files.folder(CHECKPOINTS)
-        there = manifest.list_steps(root)
-        if there and step is not None and step not in {saved for saved, _ in there}:
-            steps = ", ".join(str(saved) for saved in sorted({saved for saved, _ in there}))
+        checkpoints = manifest.list_steps(root)
+        if checkpoints and step is not None and step not in {saved for saved, _ in checkpoints}:
+            steps = ", ".join(str(saved) for saved in sorted({saved for saved, _ in checkpoints}))
             raise ConfigError(f"{folder.path}: has no checkpoint of step {step}; there are {steps}")
-        for saved, name in there:
+        for saved, name in checkpoints:
             if step is not None and saved != step:
                 continue
             try:
@@ -81,7 +81,7 @@ def newest(
                 return loaded
             except DamagedCheckpoint as e:
                 say(manifest.skip_message(printable(str(e))))
-        if there:
+        if checkpoints:
             raise manifest.no_usable_checkpoint(root)
         raise ConfigError(f"{folder.path}: has no checkpoint yet")
 
@@ -151,11 +151,11 @@ def load(
     recipe.check()
     run_plan = make_plan(recipe, hardware)
     choice = run_plan.choice
-    if other := backend_change(state, recipe, choice.backend):
-        say(other)
+    if note := backend_change(state, recipe, choice.backend):
+        say(note)
     # With LoRA the frozen weights are filled here, since the load only replaces the adapters.
-    whole = not recipe.lora.enabled
-    prepared = prepared_model(run_plan, loaded=whole)
+    has_all_weights = not recipe.lora.enabled
+    prepared = prepared_model(run_plan, loaded=has_all_weights)
     refuse_other_base(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, frozen_weight_names(recipe, prepared.model))
@@ -190,10 +190,10 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
     _without_gradients(recipe)
-    settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
-    for line in replace(settled, remarks=()).notes:  # remarks are about training only
+    resolved = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
+    for line in replace(resolved, remarks=()).notes:  # remarks are about training only
         say(f"{name}: {line.removeprefix('note: ')}")
-    recipe = settled.recipe
+    recipe = resolved.recipe
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     run_plan = make_plan(recipe, hardware)
@@ -327,8 +327,8 @@ class RunWeights:
         # machine's plan.
         if not self._first and weight.itemsize == 2:
             return (weight,)
-        held, weight = self._codec(), weight.float()
-        return held.encode(weight) if held else self._quantized(weight, scales)
+        codec, weight = self._codec(), weight.float()
+        return codec.encode(weight) if codec else self._quantized(weight, scales)
 
     def _quantized(self, weight: Tensor, scale: Tensor | None) -> Weight:
         """Quantizes a weight as training would, block scaling some rows at a time.
@@ -355,10 +355,10 @@ class RunWeights:
     def _check(self) -> None:
         """Raises ConfigError if names or shapes differ from the recipe's model."""
         config = transformer_config(self.recipe)
-        wanted = {} if self._first else dict(parameter_shapes(config))
+        expected = {} if self._first else dict(parameter_shapes(config))
         for module in self.adapted:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
-            wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
+            expected |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
         # A tied output layer may be saved under its own name, too.
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
         saved = {
@@ -366,8 +366,11 @@ class RunWeights:
             for name in self._model
             if name not in tied
         }
-        if wrong := [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]:
+        if different := [
+            name for name in {**expected, **saved} if expected.get(name) != saved.get(name)
+        ]:
             raise ConfigError(
-                f"{self._path}: weights such as {wrong[0]} do not belong to its recipe's Transformer;"
+                f"{self._path}: weights such as {different[0]} do not belong to its recipe's"
+                " Transformer;"
                 " save a custom model with its own library, after fp8cfg.convert_back(model)"
             )
