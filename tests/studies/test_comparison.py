@@ -195,7 +195,9 @@ def test_mistakes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = refused(capsys, "compare", one, str(root))
     assert line.startswith(f"{root}: not a run folder") and "it has 4 runs in it" in line
     (line,) = refused(capsys, "compare", one, "nowhere")
-    assert line == "nowhere: run folder not found; check the path, or list your runs with fp8cfg runs"
+    assert (
+        line == "nowhere: run folder not found; check the path, or list your runs with fp8cfg runs"
+    )
     assert refused(capsys, "compare", one, one, "fp8.margin=1") == [
         "compare: takes run folders, remove fp8.margin=1"
     ]
