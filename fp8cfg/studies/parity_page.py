@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.studies.decimation import keep_extremes
 from fp8cfg.studies.page import (
     Badge,
     Facts,
@@ -32,7 +34,7 @@ TONES = {
 BAND_COLOR = "rgba(125,133,148,0.25)"
 """Gray, on a light and on a dark background."""
 MOST_POINTS = 2000
-"""Most points of a curve. Curves are means over windows, so that fewer points hide nothing."""
+"""Most points of a curve."""
 STEP_AXIS = {"title": {"text": "step"}}
 
 
@@ -246,20 +248,22 @@ def _loss_figure(report: ParityReport) -> Figure:
     highest = [max(losses[step] for losses in baseline) for step in steps]
     traces = _band(steps, lowest, highest, "seeds of the baseline")
     for precision, by_seed in report.losses.items():
-        means = [statistics.fmean(losses[step] for losses in by_seed.values()) for step in steps]
+        curves = [[losses[step] for step in report.steps] for losses in by_seed.values()]
+        means = np.array(curves, dtype=np.float64).mean(0)
+        drawn = keep_extremes(means, MOST_POINTS)
         traces.append(
             {
                 "name": precision,
                 "legendgroup": precision,
-                "x": steps,
-                "y": means,
+                "x": [report.steps[index] for index in drawn],
+                "y": [float(means[index]) for index in drawn],
                 "mode": "lines",
                 "line": _line(report, precision),
             }
         )
     note = "Means over the seeds. The gray band has all seeds of the baseline."
     if len(shown) < len(report.steps):
-        note += f" {len(shown)} of {len(report.steps)} steps are drawn."
+        note += f" At most {MOST_POINTS} of {len(report.steps)} steps are drawn, with all spikes."
     return Figure(
         "Training loss",
         traces,
@@ -286,7 +290,10 @@ def _run_table(report: ParityReport) -> Table:
 
 
 def _shown_points(count: int) -> list[int]:
-    """Returns the indices of the drawn points, at most MOST_POINTS and the last one."""
+    """Returns the indices of the drawn points, evenly spaced, with the last one.
+
+    It suits bands and means over windows. They have no spikes.
+    """
     stride = -(-count // MOST_POINTS)
     shown = list(range(0, count, stride))
     if shown[-1] != count - 1:

@@ -29,7 +29,7 @@ from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full, spelled
 from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.studies.run_data import RunData, read_run
+from fp8cfg.studies.run_data import read_run
 
 OWN = "own"
 """Name of the precision that the recipe itself has."""
@@ -302,7 +302,7 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
         Diverged: The baseline diverged. The errors of `train_run`.
     """
     for run in study.runs:
-        read_existing(run)  # raises an error for another recipe
+        has_started(run)  # raises an error for another recipe
     steps = study.runs[0].recipe.trainer.max_steps
     say(f"{len(study.runs)} runs of {steps} steps in {printable(str(study.folder))}")
     for number, run in enumerate(study.runs, 1):
@@ -336,25 +336,24 @@ def is_finished(run: PlannedRun) -> bool:
     Raises:
         ConfigError: Its folder has a run with another recipe.
     """
-    data = read_existing(run)
-    if data is None:
+    if not has_started(run):
         return False
+    data = read_run(run.folder)
     if data.state == "diverged":
         return True  # it would diverge again: runs are deterministic
     return data.state == "done" and data.steps >= run.recipe.trainer.max_steps
 
 
-def read_existing(run: PlannedRun) -> RunData | None:
-    """Reads the folder of a run. Returns None if there is none.
+def has_started(run: PlannedRun) -> bool:
+    """Whether the folder of a run has the run.
 
     Raises:
         ConfigError: It has a run with another recipe.
     """
     if not (run.folder / RECIPE).exists():
-        return None
-    data = read_run(run.folder)
-    past = RunFolder.reading(run.folder).past_recipes()
-    for recipe in [data.recipe, *(recipe for _, recipe in past)]:
+        return False
+    folder = RunFolder.reading(run.folder)
+    for recipe in [folder.read_recipe(), *(recipe for _, recipe in folder.past_recipes())]:
         keys = _changed_keys(recipe, run.recipe)
         if keys:
             before, now = _value(recipe, keys[0]), _value(run.recipe, keys[0])
@@ -363,7 +362,7 @@ def read_existing(run: PlannedRun) -> RunData | None:
                 f"{run.folder}: has a run with {keys[0]}={before}, not {now}{more}; delete it, or"
                 f" set name=NAME for another study"
             )
-    return data
+    return True
 
 
 def fit_here(run: PlannedRun, say: Say) -> None:
@@ -398,8 +397,7 @@ def with_executor(executor: Any) -> TrainRun:
     def train_run(run: PlannedRun, say: Say) -> None:
         from fp8cfg.checkpoint.saver import Diverged
 
-        data = read_existing(run)
-        if data is not None and data.state == "running":
+        if has_started(run) and read_run(run.folder).state == "running":
             say(f"{run.title}: still running")
             return
         try:

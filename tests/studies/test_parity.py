@@ -23,6 +23,7 @@ from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import parity_runs
 from fp8cfg.training.runs import fit
+from tests.support import chromium
 
 TINY = (
     "recipe=llama_tiny",
@@ -171,6 +172,34 @@ def test_a_weight_scale_that_is_too_small_fails_against_an_existing_baseline(
     page = output.read_text(encoding="utf-8")
     assert f"worse from step {verdict['from_step']} on" in page
     assert "What this study cannot tell" in page and "http://" not in page.split("<script")[0]
+
+
+@pytest.mark.skipif(chromium.PATH is None, reason="chromium is not installed")
+@pytest.mark.usefixtures("no_training")
+def test_the_page_draws_the_gaps_of_the_table(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "parity.html"
+    command = ["precision=bf16,bf16_fp8", "--seeds", "2", f"log.dir={study.parent}", "--json"]
+    assert parity(*command, "--output", str(page)) == 0
+    [verdict] = json.loads(capsys.readouterr().out)["precisions"]
+    with chromium.chromium(tmp_path / "profile") as browser:
+        browser.open(page)
+        browser.screenshot(tmp_path / "page.png", full=True)
+        assert browser.problems == []
+        assert browser.run("figures.every(f => f.dataset.drawn === 'light')")
+        traces = browser.run(
+            "figures.map(f => f.querySelector('.plot').data.map(t => [t.name ?? '', [...t.y]]))"
+        )
+    gap, by_seed, loss = [dict(figure) for figure in traces]
+    assert len(gap["bf16_fp8"]) == STEPS
+    assert gap["bf16_fp8"][-1] == pytest.approx(verdict["gap"])
+    assert gap["tolerance"] == [0.01, 0.01] and "noise band of other seeds" in gap
+    assert by_seed["bf16_fp8, one seed"] == pytest.approx(list(verdict["gap_by_seed"].values()))
+    means = [losses(study / f"bf16-seed{seed}") for seed in SEEDS]
+    assert loss["bf16"] == pytest.approx(
+        [statistics.fmean(pair) for pair in zip(*means, strict=True)]
+    )
 
 
 def test_a_precision_that_diverges_fails_and_is_not_trained_again(
