@@ -1,10 +1,11 @@
-"""Draws the pictures of the pages as SVG files in docs/pictures, light and dark.
+"""Draws the pictures of the pages in docs/pictures, light and dark: SVG files, and screenshots of a report as PNG.
 
     python tools/make_pictures.py                 draw all pictures
     python tools/make_pictures.py gemms scalings  draw these
     python tools/make_pictures.py --train         train again for the loss curves, about ten minutes, then draw all
 
-Losses are kept in docs/pictures/losses.json. Text follows the color scheme of the reader.
+Losses are kept in docs/pictures/losses.json. Text follows the color scheme of the reader. The picture `report` trains two small runs,
+for about two minutes, and needs Chromium.
 """
 
 from __future__ import annotations
@@ -400,6 +401,42 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 FIXED = ("flow", "gemms", "scalings", "losses", "memory", "graph", "errors")
 """Pictures without times and machines: a test draws them again and compares."""
+REPORT = "report"
+"""Name of the screenshots of a report, light and dark."""
+
+
+def take_screenshots() -> None:
+    """Trains two small runs and writes screenshots of their report."""
+    sys.path.insert(0, str(ROOT))
+    import fp8cfg
+    from tests.support.chromium import chromium
+
+    words = [
+        "recipe=llama_tiny",
+        "trainer.max_steps=120",
+        "trainer.val_check_interval=20",
+        "trainer.global_batch_size=8",
+        "trainer.micro_batch_size=8",
+        "model.seq_length=64",
+    ]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        for precision in ("bf16", "bf16_fp8"):
+            stats = ["log.fp8_stats_every_n_steps=4"] if precision == "bf16_fp8" else []
+            recipe = fp8cfg.compose([*words, f"precision={precision}", *stats])
+            fp8cfg.fit(fp8cfg.build(recipe), folder / precision)
+        runs = [folder / "bf16", folder / "bf16_fp8"]
+        page = fp8cfg.write_report(runs, folder / "report.html")
+        heading = "[...document.querySelectorAll('h2')].find(h => h.textContent === 'FP8 tensors')"
+        with chromium(folder / "profile") as browser:
+            for theme in ("light", "dark"):
+                browser.open(page, width=1240, height=1010, dark=theme == "dark")
+                browser.screenshot(FOLDER / f"report-{theme}.png")
+            browser.open(page, width=1240, height=1010)
+            browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+            browser.run(f"{heading}.scrollIntoView()")
+            browser.frames()
+            browser.screenshot(FOLDER / "report-fp8-light.png")
 
 
 def train() -> None:
@@ -429,16 +466,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*PICTURES, REPORT)))
     parser.add_argument("--train", action="store_true", help="train again for the loss curves")
     chosen = parser.parse_args(arguments)
-    unknown = sorted(set(chosen.names) - set(PICTURES))
+    unknown = sorted(set(chosen.names) - {*PICTURES, REPORT})
     if unknown:
-        parser.error(f"{unknown[0]}: no such picture; choose from {', '.join(PICTURES)}")
+        parser.error(f"{unknown[0]}: no such picture; choose from {', '.join((*PICTURES, REPORT))}")
     FOLDER.mkdir(exist_ok=True)
     if chosen.train:
         train()
-    for name in chosen.names or PICTURES:
+    for name in chosen.names or (*PICTURES, REPORT):
+        if name == REPORT:
+            take_screenshots()
+            continue
         (FOLDER / f"{name}.svg").write_text(PICTURES[name](), encoding="utf-8")
     return 0
 

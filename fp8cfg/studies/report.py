@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.hardware import GPUS
 from fp8cfg.planning.plan_report import PlanReport, plan
 from fp8cfg.run_folder.files import StrangeFile
@@ -463,8 +464,6 @@ def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
 
 
 def _recipe_tables(run: ReportedRun) -> list[Block]:
-    from fp8cfg.composition.recipe_yaml import flat
-
     sources = value_sources(run.data.recipe, run.environment.get("command"))
     values = flat(run.data.recipe)
     rows = [[short(key), shown(value), sources[key]] for key, value in values.items()]
@@ -489,13 +488,17 @@ def _environment(runs: Sequence[ReportedRun]) -> list[Block]:
 
 
 def _environment_lines(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the texts of environment.json by name. Nested values have dotted names."""
+    """Returns the texts of environment.json by name."""
     lines: dict[str, str] = {}
     for name, value in environment.items():
+        if name == "run_format":
+            continue
         if name == "command" and isinstance(value, list):
             lines[name] = " ".join(map(str, value))
         elif isinstance(value, dict):
-            lines |= {f"{name} {inner}": shown(each) for inner, each in value.items()}
+            # Versions of packages and environment variables need no word before their name.
+            before = "code " if name == "code" else ""
+            lines |= {f"{before}{inner}": shown(each) for inner, each in value.items()}
         elif value not in (None, [], {}):
             lines[name] = shown(value)
     return lines
