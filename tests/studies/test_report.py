@@ -22,6 +22,7 @@ from fp8cfg.run_folder.run_folder import RunFolderError
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import report
 from fp8cfg.studies.page import Block, Figure, Fold, Section, Table, Tabs, Text, write_page
+from fp8cfg.studies.reported_run import MOST_RUNS, read_runs
 from fp8cfg.studies.value_sources import value_sources
 from tests.support import chromium
 from tests.support.chromium import Browser
@@ -47,7 +48,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def sections(*folders: Path) -> dict[str, Section]:
-    found = report.report_sections(report._read_runs(folders))
+    found = report.report_sections(read_runs(folders))
     return {section.title: section for section in found}
 
 
@@ -166,7 +167,7 @@ def test_the_command_and_its_messages(
     (tmp_path / "broken" / "metrics.jsonl").write_text("nonsense\n")
     for words, message in {
         (): "report: needs a run folder",
-        ("nowhere",): "nowhere is not a run folder",
+        ("nowhere",): "nowhere: run folder not found",
         (str(runs / "bf16"), str(tmp_path / "broken")): "metrics.jsonl:1: not a line of metrics",
         (str(runs / "bf16"), "fp8.margin=1"): "fp8.margin=1: report takes run folders",
     }.items():
@@ -204,7 +205,7 @@ def test_losses_that_are_not_finite_and_skipped_steps_are_reported(
 
 
 def test_too_many_runs(runs: Path, tmp_path: Path) -> None:
-    for i in range(report.MOST_RUNS + 1):
+    for i in range(MOST_RUNS + 1):
         (tmp_path / f"{i}").mkdir()
         for name in ("recipe.yaml", "environment.json"):
             shutil.copy(runs / "fp8" / name, tmp_path / f"{i}")
