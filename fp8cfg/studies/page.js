@@ -133,7 +133,7 @@ function draw(figure) {
     layout.yaxis = { ...layout.yaxis, type: "log" };
   }
   // Names of layers would take half of a phone's screen. A touch shows them.
-  if (figure.clientWidth < 480 && data.some((trace) => trace.type === "heatmap")) {
+  if (figure.clientWidth < 400 && data.some((trace) => trace.type === "heatmap")) {
     layout.yaxis = { ...layout.yaxis, showticklabels: false };
   }
   Plotly.react(figure.querySelector(".plot"), data, layout, CONFIG);
