@@ -59,7 +59,7 @@ def report_fault(
     weights: str,
     run: RunFolder | None,
     say: Callable[[str], None],
-) -> None:
+) -> str:
     """Runs the batch of a bad step again, and reports the first bad tensor. All ranks call it.
 
     Args:
@@ -71,6 +71,9 @@ def report_fault(
         weights: See `Fault`.
         run: Run folder, None on ranks that write nothing.
         say: Prints a message.
+
+    Returns:
+        Name of the file in the run folder. "" if there is none.
     """
     # Usually the weights are those before the step, as in the step itself.
     remark = f" and the weights {weights}" if weights == "after the step" else ""
@@ -83,18 +86,21 @@ def report_fault(
             raise
         reason = printable(str(error)) or type(error).__name__
         say(f"  the batch could not run again: {reason}")
-        return
+        return ""
     lines = fault.lines()
+    written = ""
     if run:
         name = f"fault-step-{bad.step}.json"
         data = {**fault.data(), "policy": bad.policy}
         try:
             run.files.replace(name, (json.dumps(data, indent=1) + "\n").encode())
+            written = name
             lines[-1] += f"; details: {printable(str(run.path / name))}"
         except OSError as error:
             lines[-1] += f"; {name} could not be written: {error.strerror}"
     for line in lines:
         say(line)
+    return written
 
 
 def find_fault(

@@ -432,7 +432,11 @@ class _Training:
             self.world.waits("start", bad.step)
             rng = self.last_step.random_state(bad.step - 1)
             weights = "after the step" if stepped else "before the step"
-            report_fault(bad, self.job, self.batches, self.world, rng, weights, self.run, self.say)
+            file = report_fault(
+                bad, self.job, self.batches, self.world, rng, weights, self.run, self.say
+            )
+            if file:
+                self.loggers.save(file)
         if bad.policy == "stop" or is_failing:
             skipped = "" if stepped else ", and the step was skipped"
             raise Diverged(f"step {bad.step}: {bad.problem}{skipped}; {after_divergence(self.run)}")

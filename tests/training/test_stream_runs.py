@@ -158,7 +158,7 @@ def test_a_wrong_row_is_skipped_and_reported(
     assert re.search(r"error: data=jsonl: .*first.jsonl:1: not JSON", capsys.readouterr().err)
     assert (
         train("bad", "data.streaming=false") == 2
-        and "data.streaming=false: the checkpoint of step 30 has true; start a new run"
+        and "data.streaming=false: the checkpoint of step 30 has data.streaming=true; start a new run"
         in capsys.readouterr().err
     )
 
