@@ -59,7 +59,7 @@ _wait: Callable[[Any], Tensor] = collectives.wait_tensor
 
 
 # The report on hung ranks reads the locals `collective` and `group` of the next two functions
-# (parallel/stalled_ranks.py).
+# (parallel/blocked_collective.py).
 def waited(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
     """Runs a functional collective of torch and returns its result.
 

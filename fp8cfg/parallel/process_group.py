@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.parallel import stalled_ranks
+from fp8cfg.parallel import heartbeat
 from fp8cfg.parallel.mesh import SAME_LAYERS, SAME_PARAMETERS, forget_meshes, submesh
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.parallel.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
@@ -267,8 +267,8 @@ def _start_group(backend: str, timeout: Timeout) -> None:
             _MEETING.append(next(rendezvous("env://", timeout=limit)))
     store, rank, world_size = _MEETING[0]
     store = PrefixStore(f"restart {restarts}, group {next(_GROUPS)}", store)
-    with all_started(timeout, partial(stalled_ranks.not_arrived, store, world_size)):
-        stalled_ranks.arrive(store, rank)
+    with all_started(timeout, partial(heartbeat.not_arrived, store, world_size)):
+        heartbeat.arrive(store, rank)
         device = None
         if backend == "nccl":
             # With a device NCCL connects all ranks now, and splits the communicator for each axis.

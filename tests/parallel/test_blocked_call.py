@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fp8cfg.numerics import async_copies
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.parallel import stalled_ranks
+from fp8cfg.parallel import blocked_collective, heartbeat
 from fp8cfg.parallel.pipeline import wait_for_p2p
 from fp8cfg.training.step import PendingStep
 from tests.support.missing_rank import failed, first_of_two
@@ -60,11 +60,14 @@ def test_collective_that_an_error_comes_from(
         lambda: async_copies.wait(work, dist.all_to_all_single, None): "all_to_all_single",  # type: ignore[arg-type]
         Rank().gathers: "a collective",
     }.items():
-        assert (str(found := stalled_ranks.raised_in(failed(where))), found.group) == (name, world)
+        assert (str(found := blocked_collective.raised_in(failed(where))), found.group) == (
+            name,
+            world,
+        )
     with pytest.raises(ValueError, match="complex") as e:
         dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
-    assert stalled_ranks.raised_in(e.value) == ("all_reduce", world)
-    assert stalled_ranks.raised_in(failed(lambda: wait_tensor())) == (None, None)
+    assert blocked_collective.raised_in(e.value) == ("all_reduce", world)
+    assert blocked_collective.raised_in(failed(lambda: wait_tensor())) == (None, None)
 
 
 def test_collective_of_a_distributed_tensor(
@@ -84,9 +87,12 @@ def test_collective_of_a_distributed_tensor(
 
     monkeypatch.setattr(funcol.AsyncCollectiveTensor, "trigger_wait", trigger_wait)
     monkeypatch.setattr(funcol.AsyncCollectiveTensor, "wait", trigger_wait)
-    assert stalled_ranks.raised_in(failed(norm.full_tensor)) == ("all_reduce", mesh.get_group("tp"))
+    assert blocked_collective.raised_in(failed(norm.full_tensor)) == (
+        "all_reduce",
+        mesh.get_group("tp"),
+    )
     part = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
-    assert stalled_ranks.raised_in(failed(part.full_tensor)).group == mesh.get_group("tp")
+    assert blocked_collective.raised_in(failed(part.full_tensor)).group == mesh.get_group("tp")
 
 
 def test_where_a_thread_is() -> None:
@@ -100,12 +106,15 @@ def test_where_a_thread_is() -> None:
     thread.start()
     ready.wait()
     assert thread.ident is not None
-    assert re.match(r"threading\.py:\d+$", stalled_ranks.doing(sys._current_frames()[thread.ident]))
+    assert re.match(
+        r"threading\.py:\d+$", blocked_collective.doing(sys._current_frames()[thread.ident])
+    )
     go_on.set()
     thread.join()
     said = list[str]()
     event: Any = SimpleNamespace(
-        query=lambda: False, synchronize=lambda: said.append(stalled_ranks.doing(sys._getframe()))
+        query=lambda: False,
+        synchronize=lambda: said.append(blocked_collective.doing(sys._getframe())),
     )
     copy = HostCopy(torch.ones(1), event)
     PendingStep(1, 0.1, {"loss": 1}, copy, None, 1.0, True, 0, "", "").wait()
@@ -121,10 +130,10 @@ def test_where_a_thread_is() -> None:
         (fsdp, "pre_backward"),
     ):
         exec(compile(f"def {name}(call): return call()", file, "exec"), found := dict[str, Any]())
-        said = found[name](lambda: stalled_ranks.doing(sys._getframe()))
+        said = found[name](lambda: blocked_collective.doing(sys._getframe()))
         assert (said == f"the collective {name}") == (name == "all_reduce"), said
     assert (
-        stalled_ranks.doing(None) == "no Python"
-        and stalled_ranks._ranks([3]) == "rank 3"
-        and stalled_ranks._ranks(list(range(20))).endswith("15 and 4 more")
+        blocked_collective.doing(None) == "no Python"
+        and heartbeat._ranks([3]) == "rank 3"
+        and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
     )

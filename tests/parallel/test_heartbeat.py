@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from fp8cfg.parallel import stalled_ranks
+from fp8cfg.parallel import heartbeat
 from tests.support.missing_rank import Failing, first_of_two, until
 
 
@@ -24,14 +24,14 @@ def two() -> Iterator[dist.TCPStore]:
 
 
 def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStore) -> None:
-    beats = stalled_ranks.Heartbeat(0.05)
+    beats = heartbeat.Heartbeat(0.05)
     try:
         store = beats._beats
         beats._beats = failing = Failing(dist.DistStoreError("wait timeout after 50ms, keys: /a"))
         until(lambda: failing.asked > 1, "no second try")
         beats._beats = store
-        beats._reads.delete_key(stalled_ranks._key(0))
-        until(lambda: beats._reads.check([stalled_ranks._key(0)]), "no beat")
+        beats._reads.delete_key(heartbeat._key(0))
+        until(lambda: beats._reads.check([heartbeat._key(0)]), "no beat")
         beats._beats = Failing(dist.DistNetworkError("Broken pipe"))
         beats._thread.join(100)
         assert not beats._thread.is_alive() and not beats.ended.is_set()
@@ -42,7 +42,7 @@ def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStor
 def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(
     two: dist.TCPStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    beats, key = stalled_ranks.Heartbeat(0.05), stalled_ranks._key(0)
+    beats, key = heartbeat.Heartbeat(0.05), heartbeat._key(0)
     try:
         until(lambda: beats._reads.check([key]), "no beat")
         _cut(two.port)
@@ -61,7 +61,7 @@ def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(
     two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Python ends, one that comes back from there would end the process by SIGABRT."""
-    beats, entered = stalled_ranks.Heartbeat(0.01), threading.Event()
+    beats, entered = heartbeat.Heartbeat(0.01), threading.Event()
     monkeypatch.setattr(
         beats,
         "_beats",

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fp8cfg import __main__
-from fp8cfg.parallel import process_group, stalled_ranks
+from fp8cfg.parallel import heartbeat, process_group, stalled_ranks
 from fp8cfg.schema.errors import RankStalled
 from fp8cfg.schema.training import Strategy, Timeout
 from tests.support.missing_rank import Failing, failed, first_of_two, until
@@ -74,7 +74,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
             watch.diagnosis(RuntimeError("CUDA error: the launch timed out and was terminated"))
             is None
         )
-        assert not watch.beats._reads.check([stalled_ranks._WAITED])
+        assert not watch.beats._reads.check([heartbeat._WAITED])
         assert str(watch.diagnosis(late)) == (
             f"step 1: a collective ({GLOO} Timed out waiting 400ms) timed out after 0.4 s (trainer.timeout.start): "
             f"rank 1 {SILENT}"
@@ -82,19 +82,19 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         until(lambda: bool(watch.beats.heard), "no beat")
         store = watch.beats._reads
         assert watch.beats._found(store) == f"rank 1 {SILENT}"
-        store.set(stalled_ranks._FOUND, "rank 3 is silent")
+        store.set(heartbeat._FOUND, "rank 3 is silent")
         assert re.fullmatch(
             r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was aborted by a rank after 0\.4 s "
             r"\(trainer\.timeout\.start\): rank 3 is silent",
             str(watch.diagnosis(closed)),
         )
-        store.delete_key(stalled_ranks._WAITED)
-        monkeypatch.setattr(stalled_ranks, "_UNSAID", 0.1)
+        store.delete_key(heartbeat._WAITED)
+        monkeypatch.setattr(heartbeat, "_UNSAID", 0.1)
         assert watch.diagnosis(closed) is None  # another rank has ended for a reason of its own
         watch.close()
         watch.beats._thread.join()
         monkeypatch.setattr(watch.beats, "_told", lambda: threading.Event().wait(10))
-        monkeypatch.setattr(stalled_ranks.Heartbeat, "patience", 0.1)
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         assert watch.beats.others() == f"rank 1 {SILENT}"  # heard by the heartbeat
         watch.beats.heard.clear()
         assert (
@@ -102,9 +102,9 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
             == "rank 0, which holds the store, does not answer: stopped, or its machine is lost"
         )
         monkeypatch.setattr(watch.beats, "_reads", Failing(dist.DistNetworkError("Broken pipe")))
-        monkeypatch.setattr(stalled_ranks.Heartbeat, "patience", 60)
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 60)
         assert watch.beats.silent([1]) == "rank 0, which held the store, has ended"
-        monkeypatch.setattr(stalled_ranks.Heartbeat, "patience", 0.1)
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         assert (
             watch.beats.others()
@@ -132,7 +132,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
 
         def beats_and_read(ranks: Any) -> dict[int, str]:
             if beating.is_set():
-                other.set(stalled_ranks._key(1), f"{next(count)} somewhere")
+                other.set(heartbeat._key(1), f"{next(count)} somewhere")
             return read(ranks)
 
         def counted(ranks: Any) -> str | None:
@@ -149,7 +149,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
             until(lambda: len(asked) > before + 2, "no third look")
             return capsys.readouterr().err
 
-        other.set(stalled_ranks._key(1), "first somewhere")
+        other.set(heartbeat._key(1), "first somewhere")
         beating.set()
         watch.waits("step", 7)
         assert said(beats=True) == ""
@@ -211,6 +211,6 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
 )
 def test_a_rank_that_was_stopped_does_not_name_itself(diagnosis: str, silent: set[int]) -> None:
     for rank in (0, 1, 2, 3, 12):
-        said = stalled_ranks.seen_from(rank, diagnosis)
+        said = heartbeat.seen_from(rank, diagnosis)
         waited = "the other ranks waited for this one, which was stopped, or busy outside Python"
         assert said == (waited if rank in silent else diagnosis)
