@@ -191,8 +191,7 @@ class JobAutocast:
                 self._frozen[name] = parameter
 
     def __call__(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Returns a context. FP8 layers run in FP8 inside, or in high precision if not"
-        " `enabled`."""
+        """Returns a context. FP8 layers run in FP8 inside, or in high precision if not `enabled`."""
         from fp8cfg.backends.any_model import checks
 
         model = self.prepared.model

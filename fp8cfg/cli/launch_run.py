@@ -49,8 +49,7 @@ RENDEZVOUS_PORT = 29400
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this process: torchrun, or one that sets the same"
-    " variables."""
+    """Whether a launcher has started this process: torchrun, or one that sets the same variables."""
     return "RANK" in environment or "WORLD_SIZE" in environment
 
 

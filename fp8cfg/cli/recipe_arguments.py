@@ -56,8 +56,7 @@ _INSTEAD = {
 
 
 def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
-    """The words of `arguments` with `changes`, which stand in the place of those for the same"
-    " keys."""
+    """The words of `arguments` with `changes`, which stand in the place of those for the same keys."""
     new = {full(parsed(word)[0]) for word in changes}
     return [
         *(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new),
@@ -66,8 +65,7 @@ def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
 
 
 def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
-    """The line that runs `arguments` with the words `changes`, by `verb` and its options, or"
-    " training."""
+    """The line that runs `arguments` with the words `changes`, by `verb` and its options, or training."""
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
     return shlex.join(
         ["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder]
@@ -80,8 +78,7 @@ def recipe_path(arg: str) -> Path:
 
 
 def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
-    """The recipe file among arguments that are no words. Raises ConfigError for what is no file"
-    " and no verb."""
+    """The recipe file among arguments that are no words. Raises ConfigError for what is no file and no verb."""
     for arg in plain:
         if not is_recipe_file(arg):
             raise ConfigError(no_verb(arg, verbs))
@@ -155,15 +152,13 @@ def settled_on_ranks(
     file: Path | None = None,
     base: Recipe | None = None,
 ) -> ResolvedRecipe:
-    """As `settled`; of a layout that the recipe's own machines do not have, with those on which a"
-    " launcher has started ranks."""
+    """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
     library = Library(Path(config_dir) if config_dir else None)
     return precedence.composed(words, library, file, base, on_ranks=True)
 
 
 def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """A line where nothing of `config_dir` is read beside the recipe of a run: none of `words`,"
-    " which are right, names it."""
+    """A line where nothing of `config_dir` is read beside the recipe of a run: none of `words`, which are right, names it."""
     if config_dir is None:
         return []
     library = Library(Path(config_dir))
@@ -217,6 +212,5 @@ def whole_lines(
 
 
 def _apart(typed: ResolvedRecipe, fit: Fit) -> tuple[str, ...]:
-    """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose"
-    " size is cut once it is started."""
+    """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose size is cut once it is started."""
     return () if fit.recipe.trainer.smoke else changed_overrides(typed.recipe, fit.recipe)

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 
 class RunFolderError(Fp8cfgError):
-    """A folder that is not a run folder, or a name or folder that a new run cannot have. Exit"
-    " code 2."""
+    """A folder that is not a run folder, or a name or folder that a new run cannot have. Exit code 2."""
 
     exit_code = 2
 
@@ -74,8 +73,7 @@ class RunFolderInUse(RunFolderError):
 
 @contextmanager
 def writable(folder: Path, key: str = "") -> Iterator[None]:
-    """In its block an OSError is RunFolderNotWritable, of `folder`, which `key` names where it is"
-    " one of the recipe's."""
+    """In its block an OSError is RunFolderNotWritable, of `folder`, which `key` names where it is one of the recipe's."""
     try:
         yield
     except OSError as error:
@@ -195,8 +193,7 @@ class RunFolder:
 
     @staticmethod
     def refuse_taken(path: Path) -> None:
-        """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes"
-        " time."""
+        """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes time."""
         if path.is_dir():
             _refuse_run(RunFiles.at(path))
 
@@ -223,8 +220,7 @@ class RunFolder:
 
     @classmethod
     def reading(cls, path: str | Path) -> RunFolder:
-        """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is"
-        " none."""
+        """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is none."""
         try:
             return cls(RunFiles.at(Path(path)))
         except (OSError, ValueError) as e:
@@ -323,8 +319,7 @@ class RunFolder:
             self.files.replace(f"recipe-until-step-{step}.yaml", text.encode())
 
     def forget_recipes(self, step: int) -> None:
-        """Deletes past recipes that ended at `step` or later, before the run resumes from"
-        " `step`."""
+        """Deletes past recipes that ended at `step` or later, before the run resumes from `step`."""
         with writable(self.path):
             for last, name in self._past_names():
                 if last >= step:
@@ -421,8 +416,7 @@ class RunFolder:
 
 
 def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
-    """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has"
-    " `need_bytes` free."""
+    """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has `need_bytes` free."""
     shown = folder.path if isinstance(folder, RunFiles) else folder
     with writable(shown):
         files = RunFiles.at(folder)

@@ -64,8 +64,7 @@ class Capabilities:
     tensor_parallel: bool = False
     """Whether its layers support tensor parallelism."""
     pipeline_parallel: bool = False
-    """Whether its layers support pipeline stages, where a rank has only the scales of its"
-    " layers."""
+    """Whether its layers support pipeline stages, where a rank has only the scales of its layers."""
     requantizes: bool = False
     """Whether its layers save input and weight in high precision, and quantize them again in the
     backward pass."""

@@ -20,8 +20,7 @@ _OTHER_FORMATS = ("*/*", "consolidated*")
 
 
 def split_hub_id(name: str) -> tuple[str, str | None]:
-    """Splits hf://OWNER/NAME@REVISION into repository and revision. Without "@" the latter is"
-    " None."""
+    """Splits hf://OWNER/NAME@REVISION into repository and revision. Without "@" the latter is None."""
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     return repository, revision or None
 

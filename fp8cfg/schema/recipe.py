@@ -34,8 +34,7 @@ class Recipe(Node):
     home: ClassVar[str] = ""
 
     name: str = Field(default="unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions"
-    " set their own name."""
+    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions set their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
     lora: LoRA = Field(default_factory=LoRA)
@@ -202,8 +201,7 @@ class Leaf(NamedTuple):
 
 
 class Differences(dict[str, tuple[Any, Any]]):
-    """Both values of each key in which two recipes differ, by short name. Prints one line per"
-    " key."""
+    """Both values of each key in which two recipes differ, by short name. Prints one line per key."""
 
     def __repr__(self) -> str:
         if not self:
@@ -265,8 +263,7 @@ def _paragraphs(found: list[Leaf]) -> Iterator[str]:
 
 
 def _html(recipe: Recipe) -> str:
-    """Formats the recipe for a notebook: a table of changed keys, and a folded table of the"
-    " rest."""
+    """Formats the recipe for a notebook: a table of changed keys, and a folded table of the rest."""
     changed, default_rows = [], []
     for leaf in leaves(recipe):
         if leaf.is_default:

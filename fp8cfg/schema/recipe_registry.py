@@ -162,8 +162,7 @@ def recipes() -> dict[str, RecipeFunction]:
 
 @functools.cache
 def _import_recipes() -> None:
-    """Imports the shipped recipes, then the recipes of installed packages. They register"
-    " themselves."""
+    """Imports the shipped recipes, then the recipes of installed packages. They register themselves."""
     # Shipped recipes come first, so packages cannot take their names.
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):

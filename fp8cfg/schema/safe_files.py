@@ -81,8 +81,7 @@ def read_text(path: Path) -> str:
 
 @functools.lru_cache(1)
 def _read_stdin(stream: Any) -> bytes:
-    """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes"
-    " once."""
+    """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "-: torchrun starts several processes, but only one can read standard input; use a file"
@@ -190,8 +189,7 @@ def _with_file(error: ConfigError, where: str) -> ConfigError:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last"
-    " one."""
+    """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last one."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -304,8 +302,7 @@ class _UniqueKeys(yaml.constructor.SafeConstructor):
     """Reads YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping. Raises ConfigError for a duplicate key, and for a key that is no"
-        " string."""
+        """Builds a mapping. Raises ConfigError for a duplicate key, and for a key that is no string."""
         keys = set[str]()
         for key_node, _ in node.value:
             # `<<: *base` may come several times, and its keys may be overridden.

@@ -23,8 +23,7 @@ class Optim(Node):
     home: ClassVar[str] = "optim"
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw: decoupled weight decay (arXiv 1711.05101); adam: L2; sgd: with momentum. Default"
-    " adamw (NeMo)."""
+    """adamw: decoupled weight decay (arXiv 1711.05101); adam: L2; sgd: with momentum. Default adamw (NeMo)."""
     lr: float = Field(default=3e-4, gt=0)
     """Highest learning rate. Default 3e-4 (NeMo)."""
     min_lr: float | None = Field(default=None, ge=0)
@@ -53,8 +52,7 @@ class Optim(Node):
 
 
 class Strategy(Node):
-    """The parallel layout. It never changes by itself; only the data-parallel size follows the"
-    " launch."""
+    """The parallel layout. It never changes by itself; only the data-parallel size follows the launch."""
 
     home: ClassVar[str] = "trainer.strategy"
 
@@ -71,8 +69,7 @@ class Strategy(Node):
     """Order of forward and backward passes: 1f1b alternates them; interleaved_1f1b does so for several chunks. Default auto:
     interleaved_1f1b if virtual_pipeline_model_parallel_size is above 1."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share each sequence: attention gathers its keys and values (Megatron's"
-    " cp_comm_type all_gather). Default 1."""
+    """GPUs that share each sequence: attention gathers its keys and values (Megatron's cp_comm_type all_gather). Default 1."""
     data_parallel_replicate_size: int = Field(default=1, ge=1)
     """Groups of GPUs that each hold all of the model's state (HSDP, arXiv 2304.11277, section 3.2.2): storage.shard splits state
     within a group, and groups sum their gradients. Must divide the data-parallel size. Default 1."""
@@ -139,15 +136,13 @@ class Strategy(Node):
 
 
 class Timeout(Node):
-    """How long a rank waits for the others in a collective. Then the run ends with an error that"
-    " names the missing ranks."""
+    """How long a rank waits for the others in a collective. Then the run ends with an error that names the missing ranks."""
 
     home: ClassVar[str] = "trainer.timeout"
     units: ClassVar[Mapping[str, str]] = {"start": "seconds", "step": "seconds"}
 
     start: float = Field(default=600.0, gt=0, le=86400)
-    """Seconds, or 10m, 1h, for the first step, which compiles, and for evaluations and saves."
-    " Default 600."""
+    """Seconds, or 10m, 1h, for the first step, which compiles, and for evaluations and saves. Default 600."""
     step: float = Field(default=100.0, gt=0, le=86400)
     """Seconds, or 10m, 1h, for all steps after the first. Default 100 (torchtitan)."""
 
@@ -174,8 +169,7 @@ class Trainer(Node):
     global_batch_size: int = Field(default=16, ge=1)
     """Samples of one optimizer step, over all ranks and microbatches. Default 16."""
     micro_batch_size: int = Field(default=16, ge=1)
-    """Samples of one forward and backward pass on one rank; gradients accumulate over the rest."
-    " Default 16."""
+    """Samples of one forward and backward pass on one rank; gradients accumulate over the rest. Default 16."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this norm; 0 is off. Default 1.0 (NeMo)."""
     spike_factor: float = Field(default=0.0, ge=0)
@@ -237,8 +231,7 @@ class Checkpoint(Node):
     every_n_steps: int = Field(default=100, ge=0)
     """Optimizer steps between checkpoints; 0 saves only at the end. Default 100."""
     every_minutes: float = Field(default=0.0, ge=0, le=10080)
-    """Minutes between additional checkpoints, by the clock of the first rank; 0 is never. Default"
-    " 0."""
+    """Minutes between additional checkpoints, by the clock of the first rank; 0 is never. Default 0."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. Default 2: one to fall back on."""
     async_save: bool = False

@@ -157,8 +157,7 @@ def _is_node_in_list(value: Any) -> bool:
 
 
 def _nearest_option(key: str, value: Any, annotation: Any) -> str:
-    """Returns the end of a message about an unknown option: a translation, or the nearest"
-    " option."""
+    """Returns the end of a message about an unknown option: a translation, or the nearest option."""
     ours = foreign_names.meant(key, value)
     if ours is None:
         return suggest(str(value), options(annotation))
@@ -169,8 +168,7 @@ def _nearest_option(key: str, value: Any, annotation: Any) -> str:
 
 
 def _advice(cls: NodeClass, field: str, kind: str, value: Any) -> str:
-    """Returns the correction of a value of the wrong type, or an empty string if none is"
-    " obvious."""
+    """Returns the correction of a value of the wrong type, or an empty string if none is obvious."""
     key, annotation = cls.key(field), cls.model_fields[field].annotation
     if kind == "model_type":
         return _advice_for_node(key, annotation, value)
