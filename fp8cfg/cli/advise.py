@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.studies import advice
 
     with world(find_hardware(recipe.trainer.accelerator).device, recipe.trainer) as ranks:
-        found = advice.advise(
+        result = advice.advise(
             recipe,
             steps or advice.STEPS,
             every or advice.EVERY,
@@ -76,12 +76,12 @@ def run(argv: list[str]) -> int:
     if not is_first:
         return 0
     is_json = "--json" in arguments.flags
-    print(json.dumps(found.data(), indent=1) if is_json else found)
+    print(json.dumps(result.data(), indent=1) if is_json else result)
     if output is not None:
-        write_new(Path(output), found.yaml())
+        write_new(Path(output), result.yaml())
         say([f"wrote {output}"])
-    elif found.overrides:
-        words = [*arguments.plain, *changed_words(arguments, list(found.overrides))]
+    elif result.overrides:
+        words = [*arguments.plain, *changed_words(arguments, list(result.overrides))]
         say([f"train with: {shlex.join(['fp8cfg', *words])}"])
     return 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,16 +42,13 @@ from fp8cfg.schema.errors import ConfigError, expect, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.advice_report import Advice, Cost
 from fp8cfg.studies.advice_rules import (
-    Choice,
-    Compose,
-    Cover,
     LayerError,
     Remedy,
     choose_remedy,
     find_remedy,
     layer_errors,
-    list_choices,
 )
+from fp8cfg.studies.advice_scalings import Choice, Cover, list_choices
 from fp8cfg.studies.operand_errors import healthy_errors
 from fp8cfg.studies.operand_probe import OperandProbe
 from fp8cfg.training.data import run_data
@@ -109,7 +106,8 @@ def advise(
     world = current()
     check_layout(recipe, world.size)
     hardware, where = _find_hardware(gpu, recipe.trainer.accelerator)
-    choices, unsupported = _choices(recipe, compose, cover, hardware, where)
+    subject = _Subject(recipe.name, recipe, compose, cover, hardware, where)
+    choices, unsupported = _choices(subject)
     baseline = compose([f"precision={recipe.precision.compute}"] if recipe.fp8.enabled else [])
     baseline.trainer.compile = "off"  # the hooks need eager passes
     torch.manual_seed(baseline.trainer.seed)
@@ -123,22 +121,11 @@ def advise(
             with probe.step(is_measured):
                 loss = train_step(job, batches, step, world).wait().loss
             if not math.isfinite(loss):
-                raise Diverged(f"step {step + 1}: the loss is {loss} in {_precision(baseline)}")
+                compute = baseline.precision.compute
+                raise Diverged(f"step {step + 1}: the loss is {loss} in {compute}, without FP8")
             if world.first and is_measured:
                 say(f"step {step + 1} of {steps}: loss {loss:.4f}, measured")
-    return _advise(
-        recipe,
-        choices,
-        probe,
-        cover,
-        compose,
-        unsupported,
-        unmeasured,
-        hardware,
-        where,
-        recipe.name,
-        world,
-    )
+    return _advise(subject, choices, probe, unsupported, unmeasured, world)
 
 
 def advise_model(
@@ -196,43 +183,51 @@ def advise_model(
 
     device = next((p.device.type for p in model.parameters()), "cpu")
     hardware, where = _find_hardware(gpu, "cuda" if device == "cuda" else "cpu")
-    choices, unsupported = _choices(base, compose, cover, hardware, where)
+    subject = _Subject(type(model).__name__, base, compose, cover, hardware, where, True)
+    choices, unsupported = _choices(subject)
     layers, unmeasured = find_layers(model, _names(choices))
     probe = OperandProbe(layers, [choice.candidate for choice in choices])
     with probe:
         for step in range(steps):
             with probe.step(_is_measured(step + 1, steps, every)):
                 train_step()
-    name = type(model).__name__
-    return _advise(
-        base,
-        choices,
-        probe,
-        cover,
-        compose,
-        unsupported,
-        unmeasured,
-        hardware,
-        where,
-        name,
-        current(),
-        is_custom=True,
-    )
+    return _advise(subject, choices, probe, unsupported, unmeasured, current())
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What the advice is about.
+
+    Attributes:
+        name: Name of the recipe or of the model's class.
+        recipe: The recipe.
+        compose: Adds overrides to it, or to another recipe.
+        cover: Plans the coverage of a recipe.
+        hardware: Decides which scalings are supported.
+        where: The hardware in words.
+        is_custom: Whether it is a custom model.
+    """
+
+    name: str
+    recipe: Recipe
+    compose: Callable[..., Recipe]
+    cover: Cover
+    hardware: Hardware
+    where: str
+    is_custom: bool = False
+
+    def change(self, recipe: Recipe, words: Sequence[str]) -> Recipe:
+        """Adds overrides to `recipe`."""
+        return self.compose(words, recipe) if words else recipe
 
 
 def _advise(
-    recipe: Recipe,
+    subject: _Subject,
     choices: Sequence[Choice],
     probe: OperandProbe,
-    cover: Cover,
-    compose: Callable[..., Recipe],
     unsupported: Mapping[str, str],
     unmeasured: Mapping[str, str],
-    hardware: Hardware,
-    where: str,
-    name: str,
     world: World,
-    is_custom: bool = False,
 ) -> Advice:
     """Turns the measurements into advice."""
     if not probe.errors:
@@ -250,22 +245,15 @@ def _advise(
     unmeasured = {name: why for name, why in unmeasured.items() if name not in measured}
     amaxes = {name: layer.amaxes for name, layer in probe.layers.items()}
     remedies = [
-        find_remedy(
-            choice,
-            errors,
-            amaxes,
-            probe.measured,
-            cover,
-            lambda base, words: compose(words, base) if words else base,
-        )
+        find_remedy(choice, errors, amaxes, probe.measured, subject.cover, subject.change)
         for choice in choices
     ]
-    chosen = _choose(recipe, choices, remedies, hardware)
+    chosen = _choose(subject, choices, remedies)
     seconds = probe.seconds
     # The first step is slower than all others.
     plain = seconds[False][1:] or seconds[False]
     return Advice(
-        name=name,
+        name=subject.name,
         recipe=chosen.recipe if chosen else None,
         overrides=chosen.words if chosen else (),
         remedy=chosen,
@@ -273,13 +261,13 @@ def _advise(
         errors=errors,
         unsupported=unsupported,
         unmeasured=unmeasured,
-        hardware=where,
-        compute=_precision(recipe),
+        hardware=subject.where,
+        compute=subject.recipe.precision.compute,
         steps=len(seconds[True]) + len(seconds[False]),
         measured=probe.measured,
-        asked=recipe.fp8.enabled,
+        asked=subject.recipe.fp8.enabled,
         cost=Cost(median(plain) if plain else None, median(seconds[True])),
-        is_custom=is_custom,
+        is_custom=subject.is_custom,
     )
 
 
@@ -298,13 +286,13 @@ def _of_all_ranks(errors: list[LayerError], world: World) -> list[LayerError]:
 
 
 def _choose(
-    recipe: Recipe, choices: Sequence[Choice], remedies: Sequence[Remedy], hardware: Hardware
+    subject: _Subject, choices: Sequence[Choice], remedies: Sequence[Remedy]
 ) -> Remedy | None:
     """Returns the remedy of the recipe's scaling, or of the best one."""
     for choice, remedy in zip(choices, remedies, strict=True):
-        if recipe.fp8.enabled and not choice.candidate.overrides:
+        if subject.recipe.fp8.enabled and not choice.candidate.overrides:
             return remedy if remedy.recipe else None
-    return choose_remedy(remedies, (hardware.capability or (0, 0)) >= (10, 0))
+    return choose_remedy(remedies, (subject.hardware.capability or (0, 0)) >= (10, 0))
 
 
 # --- layers and hardware
@@ -333,12 +321,12 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> tuple[Layers, dict[st
 
 def _names(choices: Sequence[Choice]) -> list[str]:
     """Returns the layers that at least one scaling runs in FP8, and the output layers."""
-    found = {}
+    names = set()
     for choice in choices:
         for linear in choice.coverage.linears:
             if linear.fp8 or _is_output(linear):
-                found[linear.name] = True
-    return [linear.name for linear in choices[0].coverage.linears if linear.name in found]
+                names.add(linear.name)
+    return [linear.name for linear in choices[0].coverage.linears if linear.name in names]
 
 
 def _is_output(linear: PlannedLinear) -> bool:
@@ -346,31 +334,27 @@ def _is_output(linear: PlannedLinear) -> bool:
     return linear.output or linear.reason == "fp8.output_layer=false"
 
 
-def _choices(
-    recipe: Recipe, compose: Compose, cover: Cover, hardware: Hardware, where: str
-) -> tuple[list[Choice], dict[str, str]]:
+def _choices(subject: _Subject) -> tuple[list[Choice], dict[str, str]]:
     """Returns `list_choices`. Raises ConfigError if no scaling is left."""
-    choices, unsupported = list_choices(recipe, compose, cover, hardware)
+    choices, unsupported = list_choices(
+        subject.recipe, subject.compose, subject.cover, subject.hardware
+    )
     if not choices:
         reasons = list(dict.fromkeys(unsupported.values()))
-        raise ConfigError([f"advise: no FP8 scaling runs on {where}", *reasons[:3]])
+        raise ConfigError([f"advise: no FP8 scaling runs on {subject.where}", *reasons[:3]])
     return choices, unsupported
 
 
 def _find_hardware(gpu: str | None, accelerator: str) -> tuple[Hardware, str]:
     """Returns the hardware of the scalings, and its name in words."""
     if gpu is not None:
-        found = find_gpu(gpu)
+        entry = find_gpu(gpu)
         # As in plan: a CUDA version with every scaling.
-        return Hardware("cuda", found.capability, BLOCK_CUDA), found.name
+        return Hardware("cuda", entry.capability, BLOCK_CUDA), entry.name
     hardware = find_hardware(accelerator)
     if hardware.device == "cpu":
         return hardware, "a CPU, which emulates all (name a GPU: --gpu h100)"
     return hardware, torch.cuda.get_device_name()
-
-
-def _precision(recipe: Recipe) -> str:
-    return recipe.precision.compute
 
 
 def _is_measured(step: int, steps: int, every: int) -> bool:

@@ -10,7 +10,7 @@ from fp8cfg.report.recipe_export import as_data
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import dump_yaml
 from fp8cfg.schema.tables import table, wrapped
-from fp8cfg.studies.advice_rules import _INDEX, ALARM, LayerError, Remedy
+from fp8cfg.studies.advice_rules import ALARM, LayerError, Remedy, group_of
 
 MAX_CAUSES = 12
 """Layers that the text names. `data()` has all."""
@@ -72,8 +72,8 @@ class Advice:
     @property
     def unhealthy(self) -> list[LayerError]:
         """The GEMMs with a too large error, worst first."""
-        found = [error for error in self.errors if error.alarming]
-        return sorted(found, key=lambda error: -error.ratio)
+        alarming = [error for error in self.errors if error.alarming]
+        return sorted(alarming, key=lambda error: -error.ratio)
 
     def data(self) -> dict[str, Any]:
         """Returns the advice as plain data for JSON."""
@@ -160,17 +160,15 @@ def _matrices(advice: Advice) -> list[str]:
     names = [remedy.scaling for remedy in advice.remedies]
     hybrid = [name for name in names if name.endswith("hybrid")]
     other = [name for name in names if name not in hybrid]
-    found = []
+    line = (
+        "The error of the worst GEMM and layer of a group, relative to the error of normally"
+        f" distributed values. Above {ALARM:g} (!) a bit of precision is lost."
+    )
+    tables = [wrapped(line)]
     for title, columns in (("hybrid", hybrid), ("e4m3", other)):
         if columns:
-            found.append(_matrix(advice, title, columns))
-    if found:
-        line = (
-            "The error of the worst GEMM and layer of a group, relative to the error of normally"
-            f" distributed values. Above {ALARM:g} (!) a bit of precision is lost."
-        )
-        found.insert(0, wrapped(line))
-    return found
+            tables.append(_matrix(advice, title, columns))
+    return tables
 
 
 def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
@@ -178,7 +176,7 @@ def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
     worst: dict[str, dict[str, LayerError]] = {}
     for error in advice.errors:
         if error.scaling in columns:
-            row = worst.setdefault(_INDEX.sub("*", error.layer), {})
+            row = worst.setdefault(group_of(error.layer), {})
             before = row.get(error.scaling)
             if before is None or error.ratio > before.ratio:
                 row[error.scaling] = error
@@ -225,8 +223,12 @@ def _scalings(advice: Advice) -> str:
 
 def _advice(advice: Advice) -> str:
     remedy = advice.remedy
+    healthy = [each.scaling for each in advice.remedies if each.recipe and not each.overrides]
+    healthy_line = wrapped(f"scalings without unhealthy layers: {', '.join(healthy)}", more="  ")
     if remedy is None:
-        return f"advice: stay with precision={advice.compute}; no layer is healthy in FP8"
+        what = "this scaling" if advice.asked else "FP8"
+        line = f"advice: stay with precision={advice.compute}; no layer is healthy in {what}"
+        return f"{line}\n{healthy_line}" if healthy else line
     lines = [f"advice: {remedy.scaling}"]
     lines += [f"  {word}" for word in remedy.preset]
     for override in remedy.overrides:
@@ -240,9 +242,8 @@ def _advice(advice: Advice) -> str:
     if remedy.overrides:
         share += f", {remedy.share_before:.1%} without the overrides"
     lines.append(share)
-    healthy = [each.scaling for each in advice.remedies if not each.overrides]
     if remedy.overrides and healthy:
-        lines.append(wrapped(f"scalings without unhealthy layers: {', '.join(healthy)}", more="  "))
+        lines.append(healthy_line)
     if remedy.share < MIN_SHARE:
         lines.append("less than half of the FLOPs: expect little speedup")
     if remedy.kept:

@@ -1,34 +1,23 @@
-"""Rules of advice: the scalings to compare, and the overrides that keep unhealthy layers out of FP8."""
+"""Rules of advice: the overrides that keep unhealthy layers out of FP8, and the scaling to choose."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.backends.gemm_plan import GEMMS, PlannedLinear
 from fp8cfg.numerics.statistics import TENSORS
-from fp8cfg.planning.coverage import Coverage
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.presets import choices, precision_preset
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.studies.advice_scalings import Choice, Cover
 from fp8cfg.studies.operand_errors import AmaxSeries, Candidate, GemmError
 
 ALARM = 2.0
 """A GEMM is unhealthy if its error is so many times the error of normally distributed operands. It
 has then lost one bit of its format."""
-PRESETS = {
-    "delayed": "fp8",
-    "current": "fp8_current",
-    "block": "fp8_block",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
-"""The preset of each scaling, behind the name of the high precision."""
 ORDER = (
     "current hybrid",
     "delayed hybrid",
@@ -44,110 +33,11 @@ TOLERANCE = 0.05
 """A preferred scaling may cost so much more of the FLOPs than the healthiest one."""
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
-Compose = Callable[[Sequence[str]], Recipe]
-"""Returns the recipe with overrides. Raises ConfigError."""
-Cover = Callable[[Recipe], Coverage]
-"""Returns the planned coverage of a recipe."""
 
 
-# --- scalings
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A scaling, and the recipe that uses it.
-
-    Attributes:
-        candidate: The scaling.
-        recipe: The recipe.
-        coverage: Its planned coverage.
-    """
-
-    candidate: Candidate
-    recipe: Recipe
-    coverage: Coverage
-
-
-def list_choices(
-    recipe: Recipe, compose: Compose, cover: Cover, hardware: Hardware
-) -> tuple[list[Choice], dict[str, str]]:
-    """Returns the scalings that the hardware supports, and the reasons against all others.
-
-    Args:
-        recipe: The recipe. If it has FP8, its own settings replace the preset of its scaling.
-        compose: Adds overrides to the recipe.
-        cover: Plans the coverage of a recipe.
-        hardware: The hardware. A CPU emulates every scaling.
-    """
-    compute = "fp16" if recipe.precision.compute == "fp16" else "bf16"
-    own = _name(recipe) if recipe.fp8.enabled else ""
-    found = []
-    unsupported = {}
-    for name, words in _words_of_scalings(compute):
-        try:
-            changed = recipe if name == own else compose([*words, *_kept_words(recipe)])
-            choose(
-                changed.precision,
-                hardware,
-                here=False,
-                strategy=changed.trainer.strategy,
-                adapters=changed.lora.enabled,
-            )
-            coverage = cover(changed)
-        except ConfigError as error:
-            unsupported[name] = error.problems[0]
-            continue
-        preset = words[0].partition("=")[2]
-        candidate = Candidate(name, preset, () if name == own else tuple(words), changed.fp8)
-        found.append(Choice(candidate, changed, coverage))
-    return found, unsupported
-
-
-def _words_of_scalings(compute: str) -> Iterable[tuple[str, list[str]]]:
-    """Yields the name of each scaling and its overrides, from coarse to fine."""
-    for scaling, descriptor in SCALINGS.items():
-        preset = f"{compute}_{PRESETS.get(scaling, scaling)}"
-        if preset not in choices():
-            continue
-        granularities = ("tensor", "row") if "granularity" in descriptor.keys else ("tensor",)
-        own_format = precision_preset(preset).fp8.format
-        for granularity in granularities:
-            for fp8_format in descriptor.formats:
-                words = [f"precision={preset}"]
-                if granularity == "row":
-                    words.append("fp8.granularity=row")
-                if fp8_format != own_format:
-                    words.append(f"fp8.format={fp8_format}")
-                yield _name_of(scaling, granularity, fp8_format), words
-
-
-def _name(recipe: Recipe) -> str:
-    fp8 = recipe.fp8
-    return _name_of(fp8.scaling, fp8.granularity, fp8.format)
-
-
-def _name_of(scaling: str, granularity: str, fp8_format: str) -> str:
-    """Returns the name of a scaling in tables, such as "current row e4m3"."""
-    parts = [scaling]
-    if granularity == "row":
-        parts.append("row")
-    if len(SCALINGS[scaling].formats) > 1:
-        parts.append(fp8_format)
-    return " ".join(parts)
-
-
-def _kept_words(recipe: Recipe) -> list[str]:
-    """The user's choice of layers, which holds under every scaling."""
-    if not recipe.fp8.enabled:
-        return []
-    words = []
-    for key in ("include", "exclude"):
-        patterns = getattr(recipe.fp8, key)
-        if patterns:
-            words.append(f"fp8.{key}=[{','.join(patterns)}]")
-    if recipe.fp8.output_layer:
-        words.append("fp8.output_layer=true")
-    return words
+def group_of(layer: str) -> str:
+    """Returns the group of a layer in tables: layers.0.mlp.linear_fc1 is in layers.*.mlp.linear_fc1."""
+    return _INDEX.sub("*", layer)
 
 
 # --- errors of layers
@@ -213,13 +103,13 @@ def layer_errors(
         candidates: The scalings.
         healthy: `healthy_errors` of them.
     """
-    found = []
+    of_layers = []
     for (layer, gemm), steps in errors.items():
         for index, candidate in enumerate(candidates):
             of_steps = sorted((step[index] for step in steps), key=lambda each: each.error)
             typical = of_steps[len(of_steps) // 2]
             blamed = typical.blamed
-            found.append(
+            of_layers.append(
                 LayerError(
                     layer,
                     candidate.name,
@@ -232,7 +122,7 @@ def layer_errors(
                     blamed.overflow,
                 )
             )
-    return found
+    return of_layers
 
 
 # --- overrides
@@ -255,7 +145,7 @@ class Remedy:
         preset: Overrides that choose it. Empty if the recipe has it already.
         overrides: Overrides on top.
         recipe: The recipe with both. None if no layer is left in FP8.
-        layers: Unhealthy layers that the overrides keep out of FP8.
+        layers: Unhealthy layers.
         kept: Healthy layers that the preset keeps out of FP8, without the output layer.
         share: Share of matmul FLOPs in FP8 with the overrides.
         share_before: The same without them.
@@ -313,16 +203,17 @@ def find_remedy(
         if any(error.scaling == current for error in errors) and stale:
             overrides += delayed_overrides(candidate, stale, amaxes, measured)
             unhealthy = {name: each for name, each in unhealthy.items() if name not in stale}
-    best: tuple[float, list[Override], Recipe | None] = (0.0, [], None)
+    share = 0.0
+    chosen: list[Override] = []
+    final: Recipe | None = None
     for option in _layer_options(choice, unhealthy):
         try:
             recipe = change(choice.recipe, [each.word for each in (*overrides, *option)])
-            share = cover(recipe).share
+            share_of_option = cover(recipe).share
         except ConfigError:  # no layer is left in FP8
             continue
-        if share > best[0]:
-            best = (share, [*overrides, *option], recipe)
-    share, chosen, final = best
+        if share_of_option > share:
+            share, chosen, final = share_of_option, [*overrides, *option], recipe
     return Remedy(
         candidate.name,
         candidate.overrides,
@@ -340,11 +231,11 @@ def _unhealthy(
 ) -> dict[str, list[LayerError]]:
     """Returns the unhealthy GEMMs among those planned in FP8, by layer."""
     planned = {linear.name: linear.products for linear in linears}
-    found: dict[str, list[LayerError]] = {}
+    unhealthy: dict[str, list[LayerError]] = {}
     for error in errors:
         if error.scaling == scaling and error.alarming and planned[error.layer][error.gemm]:
-            found.setdefault(error.layer, []).append(error)
-    return found
+            unhealthy.setdefault(error.layer, []).append(error)
+    return unhealthy
 
 
 def _kept_by_preset(choice: Choice, errors: Sequence[LayerError]) -> tuple[str, ...]:
@@ -415,7 +306,7 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
     if left:
         groups: dict[str, list[str]] = {}
         for name in in_fp8:
-            groups.setdefault(_INDEX.sub("*", name), []).append(name)
+            groups.setdefault(group_of(name), []).append(name)
         patterns = list(choice.recipe.fp8.exclude)
         for pattern, members in groups.items():
             chosen = [name for name in members if name in left]
@@ -439,9 +330,9 @@ def _whole_ends(in_fp8: Sequence[str], unhealthy: set[str]) -> dict[str, list[se
         number = _LAYER.match(name)
         if number:
             layers.setdefault(int(number[1]), set()).add(name)
-    found: dict[str, list[set[str]]] = {}
+    ends: dict[str, list[set[str]]] = {}
     if all(names <= unhealthy for names in layers.values()):
-        return found
+        return ends
     for key, order in (
         ("high_precision_at_start", sorted(layers)),
         ("high_precision_at_end", sorted(layers, reverse=True)),
@@ -449,8 +340,8 @@ def _whole_ends(in_fp8: Sequence[str], unhealthy: set[str]) -> dict[str, list[se
         for index in order:
             if not layers[index] <= unhealthy:
                 break
-            found.setdefault(key, []).append(layers[index])
-    return found
+            ends.setdefault(key, []).append(layers[index])
+    return ends
 
 
 # --- delayed scaling

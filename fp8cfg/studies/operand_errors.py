@@ -384,13 +384,13 @@ def healthy_errors(candidates: Iterable[Candidate]) -> list[dict[int, float]]:
     for role, t in tensors.items():
         series.record(role, t)
     series.end_step()
-    found: list[dict[int, float]] = [{} for _ in candidates]
+    healthy: list[dict[int, float]] = [{} for _ in candidates]
     for gemm, roles in ROLES.items():
         samples = [make_sample(role, gemm, tensors[role], series, candidates) for role in roles]
         values = measure_gemm(gemm, samples[0], samples[1], candidates)
-        for errors, row in zip(found, values.tolist(), strict=True):
+        for errors, row in zip(healthy, values.tolist(), strict=True):
             errors[gemm] = row[0]
-    return found
+    return healthy
 
 
 def make_sample(

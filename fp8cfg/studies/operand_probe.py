@@ -153,15 +153,17 @@ class OperandProbe:
             if self._is_measuring and (name, FPROP) not in self._values:
                 tensors = {INPUT: tensor, WEIGHT: layer.weight()}
                 self._measure(name, FPROP, tensors, {INPUT: input_amax})
-        held = None
+        saved_input = None
         # In each microbatch: activation checkpointing must save the same tensors when it repeats
         # the forward pass.
         if self._is_measuring and module.get_parameter("weight").requires_grad:
-            held = hold(x)
-        y.register_hook(partial(self._backward, name, held, x.requires_grad))
+            saved_input = save_input(x)
+        y.register_hook(partial(self._backward, name, saved_input, x.requires_grad))
 
     @torch.no_grad()
-    def _backward(self, name: str, held: Any, has_input_grad: bool, grad_output: Tensor) -> None:
+    def _backward(
+        self, name: str, saved_input: Any, has_input_grad: bool, grad_output: Tensor
+    ) -> None:
         """Gradient hook of the output of a layer."""
         layer = self.layers[name]
         with torch.autocast(grad_output.device.type, enabled=False):
@@ -172,8 +174,8 @@ class OperandProbe:
             if has_input_grad and (name, DGRAD) not in self._values:
                 tensors = {GRAD_OUTPUT: tensor, WEIGHT: layer.weight()}
                 self._measure(name, DGRAD, tensors, amaxes)
-            if held is not None and (name, WGRAD) not in self._values:
-                (x,) = held.saved_tensors
+            if saved_input is not None and (name, WGRAD) not in self._values:
+                (x,) = saved_input.saved_tensors
                 tensors = {GRAD_OUTPUT: tensor, INPUT: x.detach().reshape(-1, x.shape[-1])}
                 self._measure(name, WGRAD, tensors, amaxes)
 
@@ -200,7 +202,7 @@ class OperandProbe:
         self._values[name, gemm] = measure_gemm(gemm, samples[0], samples[1], self.candidates)
 
 
-class _Hold(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """Saves a tensor like an operation that needs it in the backward pass."""
 
     @staticmethod
@@ -215,12 +217,11 @@ class _Hold(torch.autograd.Function):
 
 
 @torch.enable_grad()
-def hold(x: Tensor) -> Any:
+def save_input(x: Tensor) -> Any:
     """Saves the input of a layer until its backward pass. Read it from `.saved_tensors`.
 
     The layer saves the same tensor, so this takes no memory. Unlike a reference, it lets activation
     checkpointing drop the tensor and compute it again.
     """
     empty = torch.empty(0, dtype=torch.float32, device=x.device, requires_grad=True)
-    node = _Hold.apply(x, empty).grad_fn
-    return node
+    return _SaveInput.apply(x, empty).grad_fn
