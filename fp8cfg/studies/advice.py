@@ -249,20 +249,27 @@ def _advise(
         for choice in choices
     ]
     chosen = _choose(subject, choices, remedies)
+    compute = subject.recipe.precision.compute
+    words = [f"precision={compute}"]
+    if chosen is None:
+        recipe = subject.compose(words)
+    else:
+        assert chosen.recipe is not None
+        recipe, words = chosen.recipe, chosen.words
     seconds = probe.seconds
     # The first step is slower than all others.
     plain = seconds[False][1:] or seconds[False]
     return Advice(
         name=subject.name,
-        recipe=chosen.recipe if chosen else None,
-        overrides=chosen.words if chosen else (),
+        recipe=recipe,
+        overrides=words,
         remedy=chosen,
         remedies=remedies,
         errors=errors,
         unsupported=unsupported,
         unmeasured=unmeasured,
         hardware=subject.where,
-        compute=subject.recipe.precision.compute,
+        compute=compute,
         steps=len(seconds[True]) + len(seconds[False]),
         measured=probe.measured,
         asked=subject.recipe.fp8.enabled,

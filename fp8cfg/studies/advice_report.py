@@ -37,7 +37,7 @@ class Advice:
 
     Attributes:
         name: Name of the recipe or of the model's class.
-        recipe: The recipe to train with. None if no layer should run in FP8.
+        recipe: The recipe to train with. Without FP8 if no layer should run in FP8.
         overrides: The overrides that make it from the given recipe.
         remedy: What the advised scaling needs. None if no layer should run in FP8.
         remedies: The same for every measured scaling, from coarse to fine.
@@ -54,7 +54,7 @@ class Advice:
     """
 
     name: str
-    recipe: Recipe | None
+    recipe: Recipe
     overrides: Sequence[str]
     remedy: Remedy | None
     remedies: Sequence[Remedy]
@@ -103,14 +103,15 @@ class Advice:
             f"# Advice of fp8cfg for {self.name}, from {self.steps} steps in {self.compute} on the"
             f" scalings of {self.hardware}."
         ]
-        if self.remedy is None or self.recipe is None:
+        preset = {"precision": self.compute}
+        if self.remedy is None:
             lines.append("# No layer should run in FP8.")
-            return "\n".join([*lines, f"precision: {self.compute}", ""])
-        lines.append(f"# {self.remedy.share:.1%} of matmul FLOPs run in FP8.")
-        for override in self.remedy.overrides:
-            lines.append(f"# {override.word}")
-            lines += [f"#   {reason}" for reason in override.reasons]
-        preset = dict(word.split("=", 1) for word in self.remedy.preset)
+        else:
+            lines.append(f"# {self.remedy.share:.1%} of matmul FLOPs run in FP8.")
+            for override in self.remedy.overrides:
+                lines.append(f"# {override.word}")
+                lines += [f"#   {reason}" for reason in override.reasons]
+            preset = dict(word.split("=", 1) for word in self.remedy.preset)
         named = {"precision": preset["precision"]} if "precision" in preset else {}
         values = as_data(self.recipe, named)
         if self.is_custom:

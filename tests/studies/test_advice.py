@@ -22,7 +22,13 @@ from fp8cfg.parallel.process_group import current
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.studies.advice import find_layers
 from fp8cfg.studies.advice_report import Advice
-from fp8cfg.studies.advice_rules import ALARM, LayerError, delayed_overrides
+from fp8cfg.studies.advice_rules import (
+    ALARM,
+    LayerError,
+    Remedy,
+    choose_remedy,
+    delayed_overrides,
+)
 from fp8cfg.studies.operand_errors import (
     AmaxSeries,
     Candidate,
@@ -229,7 +235,7 @@ def test_a_head_with_tiny_gradients_is_named_and_kept_out_of_fp8() -> None:
     assert 0 < remedy.share < remedy.share_before
     assert f"{TINY_HEAD.layer}: grad_output" in str(advice)
     # The other scalings have the layer, so that one of them is advised.
-    assert advice.recipe is not None and advice.recipe.fp8.exclude == ()
+    assert advice.recipe.fp8.exclude == ()
     exact = planted.gradients(planted.copy_of(model), contextlib.nullcontext())
     plain = planted.fp8_errors(model, exact, ["precision=bf16_fp8", "fp8.params=false"])
     assert remedy.recipe is not None
@@ -254,6 +260,35 @@ def test_planted_trouble_is_named_and_healed(capsys: Out) -> None:
     assert not any(row.blamed for row in table if row.plant == NOTHING)
     for plant in PLANTS[1:]:
         assert any(row.blamed for row in table if row.plant == plant), plant.name
+
+
+def remedy(scaling: str, share_before: float, share: float) -> Remedy:
+    recipe = fp8cfg.Recipe() if share else None
+    return Remedy(scaling, (), (), recipe, (), (), share, share_before)
+
+
+def test_the_preferred_scaling_is_advised_unless_it_loses_many_flops() -> None:
+    remedies = [
+        remedy("delayed hybrid", 0.9, 0.9),
+        remedy("current hybrid", 0.85, 0.85),
+        remedy("mxfp8", 0.9, 0.9),
+        remedy("nvfp4", 0.9, 0.9),
+    ]
+
+    def advised(is_blackwell: bool) -> str:
+        chosen = choose_remedy(remedies, is_blackwell)
+        return "" if chosen is None else chosen.scaling
+
+    # As docs/choosing-a-precision.md: the layers that a preset keeps out do not count.
+    assert advised(is_blackwell=False) == "current hybrid"
+    assert advised(is_blackwell=True) == "mxfp8"
+    remedies[1] = remedy("current hybrid", 0.85, 0.82)
+    assert advised(is_blackwell=False) == "current hybrid"
+    remedies[1] = remedy("current hybrid", 0.85, 0.7)
+    assert advised(is_blackwell=False) == "delayed hybrid"
+    remedies[0] = remedies[2] = remedy("mxfp8", 0.9, 0.0)
+    assert advised(is_blackwell=True) == "current hybrid"
+    assert choose_remedy([remedy("mxfp8", 0.9, 0.0)], True) is None
 
 
 # --- the models of users
@@ -300,6 +335,28 @@ def test_layers_that_cannot_be_measured_are_listed() -> None:
     assert "lm_head" in str(fp8)
     with pytest.raises(fp8cfg.ConfigError, match="has FP8 layers already"):
         fp8cfg.advise_model(model, step_of(model))
+
+
+def test_a_model_without_healthy_layers_stays_in_high_precision() -> None:
+    """Inputs and weights span 2^60, in opposite order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    span = torch.logspace(-60, 0, 64, 2, dtype=torch.float32)
+    with torch.no_grad():
+        model[0].weight /= span  # type: ignore[operator, arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = torch.randn(64, 64, dtype=torch.float32).requires_grad_()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x * span).square().sum().backward()
+        optimizer.step()
+
+    advice = fp8cfg.advise_model(model, step, "bf16_fp8", steps=2, every=2)
+    assert advice.remedy is None and advice.overrides == ["precision=bf16"]
+    assert not advice.recipe.fp8.enabled
+    assert "advice: stay with precision=bf16" in str(advice)
+    assert fp8cfg.from_yaml(advice.yaml()).precision.compute == "bf16"
 
 
 def test_a_model_that_does_not_train_is_refused() -> None:
