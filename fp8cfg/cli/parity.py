@@ -154,8 +154,14 @@ def _train(study: parity_runs.Study, arguments: Arguments) -> None:
 
         parity_launcher.train_runs(study, hydra_words, messages.say)
         return
+    recipe = study.runs[0].recipe
+    if recipe.trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes={recipe.trainer.num_nodes}: parity starts runs on one machine; for"
+            " more, call fp8cfg.parity in Python with executor=fp8cfg.SlurmExecutor()"
+        )
     parity_runs.check_runs(study)
-    parity_runs.train_runs(study, _trainer(study.runs[0].recipe), messages.say)
+    parity_runs.train_runs(study, _trainer(recipe), messages.say)
 
 
 def _trainer(recipe: Recipe) -> parity_runs.TrainRun:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import compose
+from fp8cfg.parallel.sharding import ranks
 from fp8cfg.schema import messages
-from fp8cfg.schema.errors import expect
+from fp8cfg.schema.errors import ConfigError, expect
 from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.parity_page import check_output, write_parity_page
@@ -17,6 +18,7 @@ from fp8cfg.studies.parity_runs import (
     fit_here,
     make_study,
     precision_words,
+    split_list,
     train_runs,
     with_executor,
 )
@@ -66,11 +68,14 @@ def parity(
         All other errors of `fp8cfg.fit`.
     """
     expect("parity", recipe, Recipe, "a Recipe")
+    if ranks() > 1:
+        raise ConfigError("parity: runs on one rank; for more, pass an executor, without torchrun")
     if output is not None:
         check_output(Path(output))
     overrides = [] if steps is None else [f"trainer.max_steps={steps}"]
     recipes = {}
-    for text in [precisions] if isinstance(precisions, str) else precisions:
+    names = split_list(precisions, ",") if isinstance(precisions, str) else precisions
+    for text in names:
         recipes[text] = compose([*precision_words(text), *overrides], config_dir, base=recipe)
     folders = [against] if isinstance(against, (str, Path)) else list(against)
     study = make_study(recipes, seeds, tolerance, folders)

@@ -33,7 +33,7 @@ from fp8cfg.studies.loss_gap import (
     window_length,
 )
 from fp8cfg.studies.parity_runs import Study, other_keys
-from fp8cfg.studies.run_data import RunData, read_run
+from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
 
 VerdictName = Literal["within noise", "within tolerance", "worse", "diverged"]
 FAILED = 3
@@ -42,6 +42,8 @@ SMALL_MODEL = 1_000_000_000
 """Below this number of parameters, a study says that the model is small."""
 SHORT_RUN = 20
 """Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Below, a run is short."""
+STATE = "state.json"
+"""File of a checkpoint with the digest of the data."""
 FEW_STEPS = 20
 """Below this number of steps, losses have hardly begun to fall."""
 
@@ -450,27 +452,39 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
         keys = [key for key in other_keys(first.recipe, recipe) if key != "trainer.seed"]
         if keys:
             yield f"{name} differs from {first_name} in {', '.join(keys)} too, not only in precision."
-    before = _read_json(first, ENVIRONMENT)
+    all_runs = [run for of_seed in runs.values() for run in of_seed.values()]
+    if len({_corpus(run) for run in all_runs} - {None}) > 1:
+        yield "The runs were not trained on the same data: the text or the tokens differ."
+    before = _read_json(first.folder, ENVIRONMENT)
     lines: dict[str, None] = {}
-    for of_seed in runs.values():
-        for run in of_seed.values():
-            lines |= dict.fromkeys(differences(before, _read_json(run, ENVIRONMENT)))
+    for run in all_runs:
+        lines |= dict.fromkeys(differences(before, _read_json(run.folder, ENVIRONMENT)))
     # Whether two uncommitted states of the code are equal is unknown. Developers know it.
     found = [line for line in lines if not line.startswith(("command", "code: uncommitted"))]
     if found:
         yield f"The runs were not trained in the same environment: {'; '.join(found[:3])}."
 
 
+def _corpus(run: RunData) -> str | None:
+    """Returns the sha256 of the data of a run. None without a checkpoint."""
+    _, checkpoint = newest_checkpoint(RunFiles.at(run.folder))
+    if checkpoint is None:
+        return None
+    data = _read_json(checkpoint, STATE).get("data")
+    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
 def _is_emulated(run: RunData) -> bool:
     """Whether a run emulated its FP8 GEMMs, by its coverage.json."""
-    backend = _read_json(run, COVERAGE).get("backend")
+    backend = _read_json(run.folder, COVERAGE).get("backend")
     return isinstance(backend, dict) and backend.get("product") == "emulate"
 
 
-def _read_json(run: RunData, name: str) -> dict[str, Any]:
-    """Reads a JSON file of a run. Returns {} if it is missing or damaged."""
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a folder. Returns {} if it is missing or damaged."""
     try:
-        data = json.loads(RunFiles.at(run.folder).read(name))
+        data = json.loads(RunFiles.at(folder).read(name))
     except (OSError, ValueError, RecursionError, StrangeFile):
         return {}
     return data if isinstance(data, dict) else {}

@@ -29,7 +29,7 @@ from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full, spelled
 from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.studies.run_data import read_run
+from fp8cfg.studies.run_data import read_run, run_name
 
 OWN = "own"
 """Name of the precision that the recipe itself has."""
@@ -144,12 +144,15 @@ def make_study(
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise ConfigError(f"tolerance={tolerance:g}: must be a number of at least 0")
     names = list(recipes)
+    if not names:
+        raise ConfigError("parity: needs precisions to compare, such as bf16 and bf16_fp8")
     first = recipes[names[0]]
     for recipe in recipes.values():
         _refuse_single_run_keys(recipe)
     if against:
         given = _given_baseline(against, first)
-        baseline = ", ".join(path.name for path in given.values())
+        # No precision has such a name, so that a run folder named after one is told apart.
+        baseline = f"run {', '.join(run_name(path) for path in given.values())}"
         all_seeds = list(given)
         others = names
     else:

@@ -280,6 +280,30 @@ def test_a_run_that_still_trains_is_compared_as_far_as_it_is(
         fp8cfg.studies.parity_report.judge(planned)  # type: ignore[attr-defined]
 
 
+def test_a_baseline_on_other_data_is_reported(
+    study: Path, copied: Path, no_training: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder has the name of the precision: the two are told apart."""
+    baseline = copied / "bf16_fp8"
+    (copied / study.name / "bf16-seed1234").rename(baseline)
+    command = ["precision=bf16_fp8", "--against", str(baseline), f"log.dir={copied}"]
+    assert parity(*command) == 0
+    out = capsys.readouterr().out
+    assert "baseline run bf16_fp8: loss" in out and "same data" not in out
+
+    state = max(baseline.glob("checkpoints/step-*")) / "state.json"
+    data = json.loads(state.read_text())
+    data["data"]["corpus_sha256"] = "0" * 64
+    state.write_text(json.dumps(data))
+    environment = json.loads((baseline / "environment.json").read_text())
+    environment["packages"]["torch"] = "1.0"
+    (baseline / "environment.json").write_text(json.dumps(environment))
+    assert parity(*command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The runs were not trained on the same data" in out
+    assert "not trained in the same environment: packages.torch: 1.0 -> " in out
+
+
 def test_in_python_with_overrides_of_a_precision_and_an_executor(
     study: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -401,6 +425,10 @@ def test_wrong_arguments_get_one_line_each(
         ([both, new, "--tolerance", "-1"], "--tolerance -1: needs a number of at least 0"),
         ([both, new, "--seeds", "0"], "--seeds 0: must be at least 1"),
         ([both, new, "trainer.max_steps=9"], "trainer.max_steps is set too; drop one"),
+        (
+            [both, new, "trainer.num_nodes=2", "trainer.global_batch_size=8"],
+            "trainer.num_nodes=2: parity starts runs on one",
+        ),
         ([both, new, "log.folder=x"], "log.folder=x: parity trains several runs"),
         ([both, new, "trainer.smoke=true"], "trainer.smoke=true"),
         ([both, new, "hydra.run.dir=x"], "hydra.run.dir=x: parity takes hydra/launcher=NAME"),
