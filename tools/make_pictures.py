@@ -11,21 +11,29 @@ for about two minutes, and needs Chromium.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import io
 import json
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 LOSSES = FOLDER / "losses.json"
 STEPS = 100
+COLUMNS = 96
+"""Columns of the drawn terminal."""
 PRECISIONS = {"bf16": "BF16", "bf16_fp8": "FP8, delayed", "bf16_fp8_current": "FP8, current"}
 STYLE = """
   svg { --ink: #1f2328; --soft: #59636e; --box: #eef1f6; --line: #8c959f; --one: #4051b5; --two: #c2410c; --three: #0f766e; --bad: #d1242f }
@@ -275,7 +283,7 @@ def draw_memory() -> str:
     parts = []
     for number, precision in enumerate(("bf16", "bf16_fp8")):
         arguments = ["plan", "recipe=llama_8b", f"precision={precision}", "--gpu", "h100", "--json"]
-        memory = json.loads(run_fp8cfg(arguments).stdout)["ranks"][0]["memory"]
+        memory = json.loads(run_fp8cfg(arguments))["ranks"][0]["memory"]
         y = 20 + 60 * number
         x = float(left)
         total = sum(memory.values()) / 2**30
@@ -314,7 +322,7 @@ def draw_graph() -> str:
     }
     arguments = ["plan", "recipe=llama_tiny", "precision=bf16_fp8", "--tree"]
     edges = set()
-    for line in run_fp8cfg(arguments).stdout.splitlines():
+    for line in run_fp8cfg(arguments).splitlines():
         path, arrow_sign, target = line.partition(" -> ")
         user, used = path.split(".")[0], target.split(".")[0]
         if arrow_sign and used in places and user in places and user != used:
@@ -333,9 +341,9 @@ def draw_graph() -> str:
     return svg(1020, 275, "The builders of the Fiddle graph", parts)
 
 
-def run_fp8cfg(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs fp8cfg in an empty folder, with a terminal of 88 columns."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "88", "NO_COLOR": "1"}
+def run_fp8cfg(arguments: Sequence[str]) -> str:
+    """Runs fp8cfg in an empty folder and returns its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
             [sys.executable, "-m", "fp8cfg", *arguments],
@@ -344,26 +352,77 @@ def run_fp8cfg(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
             check=False,
             cwd=folder,
             env=environment,
+        ).stdout
+
+
+def run_on_terminal(arguments: Sequence[str], stop_at: str = "") -> list[Any]:
+    """Runs fp8cfg in an empty folder on a terminal of 96 columns.
+
+    Args:
+        arguments: Its arguments.
+        stop_at: A text. The screen is taken once it is there. By default at the end.
+
+    Returns:
+        The lines of the screen as rich's Text.
+    """
+    import pyte
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    screen = pyte.Screen(COLUMNS, 200)
+    stream = pyte.ByteStream(screen)
+    with tempfile.TemporaryDirectory() as folder:
+        primary, secondary = pty.openpty()
+        fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 200, COLUMNS, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fp8cfg", *arguments],
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            cwd=folder,
+            env=environment,
         )
+        os.close(secondary)
+        while not stop_at or not any(stop_at in line for line in screen.display):
+            try:
+                stream.feed(os.read(primary, 65536))
+            except OSError:  # the process has ended
+                break
+        process.kill()
+        process.wait()
+        os.close(primary)
+    lines = [_line_of(screen, row) for row in range(screen.lines)]
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    return lines
 
 
-def draw_terminal(arguments: Sequence[str], title: str) -> str:
-    """Runs fp8cfg and draws what it prints, as a terminal of 88 columns."""
+def _line_of(screen: Any, row: int) -> Any:
+    """Returns a line of the screen as rich's Text, with its colors."""
+    from rich.style import Style
+    from rich.text import Text
+
+    cells = [screen.buffer[row][column] for column in range(screen.columns)]
+    line = Text()
+    for (color, bold), run in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
+        if re.fullmatch("[0-9a-f]{6}", color):
+            color = f"#{color}"
+        color = {"default": None, "brown": "yellow"}.get(color, color)
+        line.append("".join(cell.data for cell in run), Style(color=color, bold=bold))
+    line.rstrip()
+    return line
+
+
+def draw_terminal(arguments: Sequence[str], title: str, stop_at: str = "") -> str:
+    """Runs fp8cfg on a terminal and draws its screen. Arguments as of `run_on_terminal`."""
     from rich.console import Console
     from rich.text import Text
 
-    done = run_fp8cfg(arguments)
-    console = Console(record=True, width=88, file=io.StringIO())
+    lines = run_on_terminal(arguments, stop_at)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(f"$ fp8cfg {' '.join(arguments)}", style="bold"), soft_wrap=True)
-    for line in (done.stdout + done.stderr).splitlines():
-        style = (
-            "red"
-            if line.startswith("error")
-            else "yellow"
-            if line.startswith(("note", "warning"))
-            else ""
-        )
-        console.print(Text(line, style=style), soft_wrap=True)
+    for line in lines:
+        console.print(line, soft_wrap=True)
     drawn = console.export_svg(title=title, unique_id="terminal")
     # The fonts of rich's template are on another host, and a comment names that of rich.
     return re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
@@ -382,10 +441,11 @@ def draw_plan() -> str:
 
 
 def draw_run() -> str:
-    return draw_terminal(
-        ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.max_steps=20", "optim.warmup_steps=5"],
-        "A run",
-    )
+    """A run in the middle, with its live lines."""
+    words = ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.max_steps=100"]
+    # Its workers would keep the terminal open.
+    words.append("trainer.compile=off")
+    return draw_terminal(words, "A run", stop_at="step 64/100 ")
 
 
 PICTURES: dict[str, Callable[[], str]] = {
