@@ -420,7 +420,7 @@ def draw_terminal(arguments: Sequence[str], title: str, stop_at: str = "") -> st
 
     lines = run_on_terminal(arguments, stop_at)
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    console.print(Text(f"$ fp8cfg {' '.join(arguments)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"$ fp8cfg {' '.join(arguments)}", style="bold"))
     for line in lines:
         console.print(line, soft_wrap=True)
     drawn = console.export_svg(title=title, unique_id="terminal")
@@ -442,10 +442,11 @@ def draw_plan() -> str:
 
 def draw_run() -> str:
     """A run in the middle, with its live lines."""
-    words = ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.max_steps=100"]
-    # Its workers would keep the terminal open.
+    words = ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.max_steps=40"]
+    words += ["trainer.global_batch_size=4", "trainer.micro_batch_size=4"]
+    # Workers of the compiler would keep the terminal open.
     words.append("trainer.compile=off")
-    return draw_terminal(words, "A run", stop_at="step 64/100 ")
+    return draw_terminal(words, "A run", stop_at="step 30/40  loss")
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -5,3 +5,5 @@ METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.jso
 SKIPPED_STEPS = "skipped_steps.json"
 LOCK, TENSORBOARD, STATUS = "run.lock", "tensorboard", "status.json"
 LOGGERS, PLAN, PROFILE = "loggers.json", "plan.json", "profile"
+REQUEST = "request.yaml"
+"""The recipe that an executor has asked for. It writes the file before the run starts."""

@@ -28,6 +28,7 @@ from fp8cfg.run_folder.file_names import METRICS as METRICS
 from fp8cfg.run_folder.file_names import PLAN as PLAN
 from fp8cfg.run_folder.file_names import PROFILE as PROFILE
 from fp8cfg.run_folder.file_names import RECIPE as RECIPE
+from fp8cfg.run_folder.file_names import REQUEST as REQUEST
 from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
 from fp8cfg.run_folder.file_names import STATUS as STATUS
 from fp8cfg.run_folder.file_names import TENSORBOARD as TENSORBOARD
@@ -145,6 +146,7 @@ class RunFolder:
     _lock: FileIO | None = None
     is_new: bool = False  # nothing was in it before this process made a run of it
     _made_folder: bool = False
+    _made_root: bool = False
 
     @classmethod
     def create(
@@ -169,11 +171,12 @@ class RunFolder:
             )
         with writable(folder or root, key):
             made_folder = folder is None or not Path(folder).exists()
+            made_root = not (Path(folder).parent if folder else Path(root)).exists()
             path = Path(folder) if folder else make_new_folder(Path(root), name, now)
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             _refuse_run(files)
-            run = cls(files, take_lock(files), _made_folder=made_folder)
+            run = cls(files, take_lock(files), _made_folder=made_folder, _made_root=made_root)
             try:
                 _refuse_run(files)  # again: one may have begun and ended since
                 run.is_new = True
@@ -367,12 +370,16 @@ class RunFolder:
             return
         path = self.path
         for name in self.files.names():
+            if name == REQUEST:  # an executor deletes it
+                continue
             if self.files.kind(name) == "folder":
                 self.files.remove(name)
             else:
                 self.files.unlink(name)
         if self._made_folder:
             path.rmdir()
+        if self._made_root:
+            path.parent.rmdir()
 
     def _is_unused(self) -> bool:
         """Returns whether the folder has only the files of a run without steps."""
@@ -386,7 +393,7 @@ class RunFolder:
                 events = self.files.folder(name).names() if kind == "folder" else [""]
                 unused = all(event.startswith("events.out.tfevents") for event in events)
             else:
-                unused = kind == "file" and name in _OF_RUN_WITHOUT_STEPS
+                unused = kind == "file" and name in (*_OF_RUN_WITHOUT_STEPS, REQUEST)
             if not unused:
                 return False
         return True

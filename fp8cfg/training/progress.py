@@ -121,13 +121,13 @@ class Progress:
         self._row = row
         self._losses.add(row["loss"])
         self._speed.add(step, row.get("time", time.time()))
+        if self._live:
+            self._live.update(self._draw())
         is_printed = step % self._every == 0 or step == self.max_steps
         if self.kind == "json" and is_printed:
             self._print_json({"step": step, "max_steps": self.max_steps} | dict(row))
         elif is_printed:
             self._say(self._line())
-        if self._live:
-            self._live.update(self._draw())
 
     def replay(self, rows: Sequence[Row]) -> None:
         """Shows the last of earlier steps, for a display that starts in the middle of a run.
@@ -206,7 +206,7 @@ class Progress:
             parts.append(size(row["memory"]))
         parts.append(f"lr {row['lr']:.3g}")
         if row.get("grad_norm") is not None:
-            parts.append(f"grad norm {row['grad_norm']:.3g}")
+            parts.append(f"grad norm {row['grad_norm']:#.3g}")
         if row.get("stepped") is False:
             parts.append("skipped")
         if row.get("fp8_clipped"):
