@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from fp8cfg.schema.messages import colored
 from fp8cfg.schema.violation import Violation
 
 

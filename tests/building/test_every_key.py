@@ -490,7 +490,9 @@ RUNS = {
         ),
         "test_loop.py",
     ),
-    **dict.fromkeys(("data.mixture", "data.text_key", "data.tokenizer"), "training/test_run_data.py"),
+    **dict.fromkeys(
+        ("data.mixture", "data.text_key", "data.tokenizer"), "training/test_run_data.py"
+    ),
     "data.streaming": "test_stream_runs.py",
     "data.validation_path": "test_stream_runs.py",
     "log.dir": "test_cli.py",
