@@ -118,11 +118,11 @@ def open_run(folder: str | Path) -> RunFolder:
     if _has_run(os.listdir(run.path)):
         return run
     below = sorted(_runs_below(run.path))
-    example = ""
+    advice = "check the path, or list your runs with fp8cfg runs"
     if below:
         count = "1 run" if len(below) == 1 else f"{len(below)} runs"
-        example = f"; it has {count} in it, such as {below[0]}"
-    raise RunFolderError(f"{folder}: not a run folder, {run.recipe} is missing{example}")
+        advice = f"it has {count} in it, such as {below[0]}"
+    raise RunFolderError(f"{folder}: not a run folder, {run.recipe} is missing; {advice}")
 
 
 def run_name(folder: Path) -> str:
@@ -163,7 +163,7 @@ def read_state(
     if status is None:
         return _guess_state(files, last, max_steps), None
     if status.state == "running" and is_used is False:
-        killed = "killed: the process ended without a word"
+        killed = "the process was killed, or its machine stopped"
         return "crashed", Status("crashed", status.step, killed, status.time)
     return status.state, status
 

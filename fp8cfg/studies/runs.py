@@ -45,9 +45,10 @@ WHOLE: dict[str, Any] = {
     f"{PLUGIN}.compute": str,
 }
 """Keys of a whole recipe, as runs write it, that a summary needs; with their types."""
-SPEED_ROWS = 50
+SPEED_ROWS = 20
 """Number of rows at the end of metrics.jsonl that give the speed."""
-_LOSS = re.compile(rb'"(loss|val_loss)": "?([-+.\w]+)')
+_LOSS = re.compile(rb'"loss": "?([-+.\w]+)')
+_VAL_LOSS = re.compile(rb'"val_loss": "?([-+.\w]+)')
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ def _with_metrics(summary: RunSummary, run: RunFolder) -> RunSummary:
     data = _read_metrics(run.files)
     last_rows = _last_rows(run, data)
     last = last_rows[-1] if last_rows else {}
-    losses = _losses(data)
-    finite = [loss for loss in losses["loss"] if math.isfinite(loss)]
+    finite = [loss for loss in _values(_LOSS, data) if math.isfinite(loss)]
+    val_losses = _values(_VAL_LOSS, data)
     state, status = read_state(run.files, last, summary.max_steps or 0)
     return replace(
         summary,
@@ -181,7 +182,7 @@ def _with_metrics(summary: RunSummary, run: RunFolder) -> RunSummary:
         steps=last.get("step", 0),
         loss=last.get("loss"),
         best_loss=min(finite, default=None),
-        val_loss=losses["val_loss"][-1] if losses["val_loss"] else None,
+        val_loss=val_losses[-1] if val_losses else None,
         tokens_per_second=median_speed(last_rows),
     )
 
@@ -328,12 +329,9 @@ def _last_rows(run: RunFolder, data: bytes) -> list[dict[str, Any]]:
     return rows[-SPEED_ROWS:]
 
 
-def _losses(data: bytes) -> dict[str, list[float]]:
-    """Returns all training and validation losses, without parsing each line as JSON."""
-    losses: dict[str, list[float]] = {"loss": [], "val_loss": []}
-    for name, text in _LOSS.findall(data):
-        losses[name.decode()].append(float(text))
-    return losses
+def _values(pattern: re.Pattern[bytes], data: bytes) -> list[float]:
+    """Returns all values of a metric, without parsing each line as JSON."""
+    return list(map(float, pattern.findall(data)))
 
 
 def median_speed(rows: Iterable[Mapping[str, Any]]) -> float | None:

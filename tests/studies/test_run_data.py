@@ -174,7 +174,7 @@ def test_reading_changes_nothing(mine: Path) -> None:
 
 def test_a_folder_that_is_no_run(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("recipe: llama_tiny\n")
-    with pytest.raises(RunFolderError, match=f"{tmp_path}: not a run folder"):
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}: not a run folder"):
         read_run(tmp_path)
     with pytest.raises(RunFolderError, match="nowhere: run folder not found"):
         read_run("nowhere")
