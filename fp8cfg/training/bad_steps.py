@@ -5,8 +5,8 @@ trainer.spike_factor times the median of the losses before it. Under fp16 the lo
 gradients that are not finite.
 
     stop      ends the run with Diverged
-    skip      goes on without the batch, as if it were not there
-    rewind    goes back to the newest checkpoint, and skips the batch when the run gets to it again
+    skip      continues without the batch, as if it were not in the data
+    rewind    loads the newest checkpoint, and skips the batch when the run gets to it again
 
 skipped_steps.json in the run folder has the skipped steps. A resumed run passes them over.
 """
@@ -185,7 +185,11 @@ class BadSteps:
             fields = {name: writable(value) for name, value in asdict(each).items()}
             del fields["step"]
             data[str(step)] = fields
-        self._run.files.replace(SKIPPED_STEPS, (json.dumps(data, indent=1) + "\n").encode())
+        try:
+            self._run.files.replace(SKIPPED_STEPS, (json.dumps(data, indent=1) + "\n").encode())
+        except OSError as error:
+            # A full disk must not end the run: a resumed run finds the bad step again.
+            self._say(f"{SKIPPED_STEPS} could not be written: {error.strerror}")
 
     def _problem(self, result: StepResult) -> str:
         """Returns why a step is bad, or ""."""
@@ -194,6 +198,7 @@ class BadSteps:
             return (
                 f"the loss {result.loss:.4g} is {result.loss / middle:.3g} times the median"
                 f" {middle:.4g} of the last {len(self._losses)} steps"
+                f" (trainer.spike_factor={self._spike_factor:g})"
             )
         # Skipped steps lower the loss scale of fp16, so gradients can become finite again.
         if self._job.loss_scaler is not None:
@@ -214,8 +219,11 @@ class BadSteps:
     def _read_skipped(self) -> dict[int, BadStep]:
         """Reads skipped_steps.json. The first rank reads it for all."""
         text = "{}"
-        if self._run and self._run.files.kind(SKIPPED_STEPS):
-            text = self._run.files.read(SKIPPED_STEPS).decode(errors="replace")
+        try:
+            if self._run and self._run.files.kind(SKIPPED_STEPS):
+                text = self._run.files.read(SKIPPED_STEPS).decode(errors="replace")
+        except (OSError, StrangeFile) as error:
+            text = f"cannot be read: {error}"  # all ranks must raise the error below
         try:
             return {
                 int(step): _parse_skipped(int(step), fields)

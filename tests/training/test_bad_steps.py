@@ -241,7 +241,7 @@ def test_a_garbage_sample_is_a_spike(spike: tuple[Path, list[str]]) -> None:
     ratio = losses[GARBAGE - 1] / middle
     assert said[begin].startswith(
         f"step {GARBAGE}: the loss {losses[GARBAGE - 1]:.4g} is {ratio:.3g} times the median"
-        f" {middle:.4g} of the last {GARBAGE - 1} steps; rerunning its batch with checks"
+        f" {middle:.4g} of the last {GARBAGE - 1} steps (trainer.spike_factor=1.3); rerunning"
     )
     worst = (GARBAGE - 1) * 2 + 1
     assert said[begin + 2].startswith(f"  samples: {worst} (document 0, token ")
