@@ -296,6 +296,13 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
     }
     overrides = []
     left = set(unhealthy)
+    outputs = {linear.name for linear in choice.coverage.linears if linear.output} & left
+    if outputs:
+        # Excluding the output layer would contradict fp8.output_layer=true.
+        overrides.append(
+            Override("fp8.output_layer=false", tuple(reasons[name] for name in sorted(outputs)))
+        )
+        left -= outputs
     for key, layers in _whole_ends(in_fp8, left).items():
         count = getattr(choice.recipe.fp8, key) + len(layers)
         names = {name for layer in layers for name in layer}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.building import model as model_building
 from fp8cfg.building.job import Job
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
@@ -260,6 +261,36 @@ def test_planted_trouble_is_named_and_healed(capsys: Out) -> None:
     assert not any(row.blamed for row in table if row.plant == NOTHING)
     for plant in PLANTS[1:]:
         assert any(row.blamed for row in table if row.plant == plant), plant.name
+
+
+def test_parity_fails_under_the_preset_and_passes_with_the_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The output layer in FP8, with tiny gradients of most of the vocabulary."""
+    make = model_building.make_transformer
+
+    def plant(config: Any, **options: Any) -> planted.Transformer:
+        model = make(config, **options)
+        factors = torch.full((config.vocab_size,), 2.0**-40, dtype=torch.float32)
+        factors[::4] = 1.0
+        planted.scale_gradient(model.output_layer, factors)
+        return model
+
+    monkeypatch.setattr(model_building, "make_transformer", plant)
+    words = ("precision=bf16_fp8", "fp8.output_layer=true")
+    run = ("trainer.max_steps=40", "trainer.val_check_interval=0", "checkpoint.every_n_steps=0")
+    # Adam learns from tiny gradients if eps is smaller.
+    keys = ("optim.eps=1e-30", "optim.lr=3e-3", f"log.dir={tmp_path}", "trainer.compile=off")
+    recipe = small(*words, *run, *keys)
+    advice = fp8cfg.advise(recipe, steps=4, every=2)
+    assert names(advice, "delayed hybrid") == {("output_layer", "grad_output")}
+    assert advice.overrides == ["fp8.output_layer=false"]
+    baseline = fp8cfg.compose(["precision=bf16"], base=recipe)
+    precisions = ["bf16", "bf16_fp8 fp8.output_layer=true", f"bf16_fp8 {advice.overrides[0]}"]
+    report = fp8cfg.parity(baseline, precisions, seeds=2, say=lambda _: None)
+    plain, advised = report.verdicts
+    assert plain.verdict.startswith("worse")
+    assert advised.verdict == "within noise"
 
 
 def remedy(scaling: str, share_before: float, share: float) -> Remedy:
