@@ -23,7 +23,7 @@ from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.studies import parity_page, parity_report, parity_runs
+from fp8cfg.studies import parity_page, parity_runs, parity_verdicts
 from fp8cfg.studies.parity_runs import (
     OWN,
     for_precisions,
@@ -103,7 +103,7 @@ def run(argv: list[str]) -> int:
     study = parity_runs.make_study(recipes, seeds or 3, tolerance, folders)
     with _json_only() if "--json" in arguments.flags else nullcontext():
         _train(study, arguments)
-    report = parity_report.judge(study)
+    report = parity_verdicts.judge(study)
     if output:
         parity_page.write_parity_page(report, Path(output))
     if "--json" in arguments.flags:
@@ -185,18 +185,17 @@ def _recipes(
         if any(_key(word) == "trainer.max_steps" for word in words):
             raise ConfigError(f"--steps {steps}: trainer.max_steps is set too; drop one of them")
         words.append(f"trainer.max_steps={steps}")
+    config_dir = arguments.one("--config-dir")
     has_recipe = file is not None or any(word.startswith("recipe=") for word in words)
     base = None
     if folders and not has_recipe:
-        base = RunFolder.open(folders[0], lock=False).read_recipe(arguments.one("--config-dir"))
-        base.log.folder, base.log.resume = None, "never"
+        base = _recipe_of_run(folders[0], config_dir)
 
     recipes: dict[str, Recipe] = {}
     problems: dict[str, list[str]] = {}
     notes: dict[str, None] = {}
     fp8_words = [word for word in words if matches(_key(word), FP8_KEYS)]
     common = [word for word in words if word not in fp8_words]
-    config_dir = arguments.one("--config-dir")
     for text in precisions:
         chosen = precision_words(text)
         found = settled([*common, *chosen], config_dir, file, base)
@@ -215,6 +214,14 @@ def _recipes(
         )
     say(notes)
     return recipes
+
+
+def _recipe_of_run(folder: str, config_dir: str | None) -> Recipe:
+    """Reads the recipe of a run, without its folder."""
+    recipe = RunFolder.open(folder, lock=False).read_recipe(config_dir)
+    recipe.log.folder = None
+    recipe.log.resume = "never"
+    return recipe
 
 
 def _key(word: str) -> str:

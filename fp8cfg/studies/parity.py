@@ -13,7 +13,7 @@ from fp8cfg.schema.errors import ConfigError, expect
 from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.parity_page import check_output, write_parity_page
-from fp8cfg.studies.parity_report import ParityReport, judge
+from fp8cfg.studies.parity_report import ParityReport
 from fp8cfg.studies.parity_runs import (
     fit_here,
     make_study,
@@ -22,6 +22,7 @@ from fp8cfg.studies.parity_runs import (
     train_runs,
     with_executor,
 )
+from fp8cfg.studies.parity_verdicts import judge
 
 
 def parity(

@@ -21,7 +21,8 @@ from fp8cfg.execution.executor import Command
 from fp8cfg.numerics import linear_operands
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.studies import parity_runs
+from fp8cfg.studies import parity_runs, parity_verdicts
+from fp8cfg.training.loop import Interrupted
 from fp8cfg.training.runs import fit
 from tests.support import chromium
 
@@ -252,7 +253,7 @@ def test_a_stopped_run_is_resumed_to_the_same_losses(
             if step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(fp8cfg.training.loop.Interrupted):  # type: ignore[attr-defined]
+    with pytest.raises(Interrupted):
         fit(fp8cfg.build(recipe), folder, say=lambda _: None, callbacks=[Stop()])
     assert len(losses(folder)) == 5
     assert parity("precision=bf16,bf16_fp8", "--seeds", "2", f"log.dir={copied}") == 0
@@ -272,12 +273,12 @@ def test_a_run_that_still_trains_is_compared_as_far_as_it_is(
         name: fp8cfg.compose([f"precision={name}"], base=recipe) for name in ("bf16", "bf16_fp8")
     }
     planned = parity_runs.make_study(recipes, 2, 0.01)
-    report = fp8cfg.studies.parity_report.judge(planned)  # type: ignore[attr-defined]
+    report = parity_verdicts.judge(planned)
     assert list(report.steps) == [1, 2, 3, 4, 5] and report.window == 1
 
     metrics.unlink()
     with pytest.raises(ConfigError, match=r"bf16_fp8-seed1235: has no step yet"):
-        fp8cfg.studies.parity_report.judge(planned)  # type: ignore[attr-defined]
+        parity_verdicts.judge(planned)
 
 
 def test_a_baseline_on_other_data_is_reported(
@@ -330,6 +331,7 @@ def test_in_python_with_overrides_of_a_precision_and_an_executor(
     ]
     # E4M3 has 17 binades: scales that are 2^-6 too small, with fitting inverses, lose nothing here.
     assert not report.failed and "bf16_fp8 fp8.margin=6" in str(report)
+    assert repr(report) == str(report) and "bf16_fp8 fp8.margin=6" in report._repr_html_()
     recipe_of_run = fp8cfg.RunFolder.open(
         copied / study.name / commands[0], lock=False
     ).read_recipe()

@@ -1,0 +1,298 @@
+"""Verdicts of a parity study, and what the study cannot tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.planning.layout import rank_part
+from fp8cfg.planning.peak_memory import count_parameters
+from fp8cfg.run_folder.environment import differences
+from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.run_folder import COVERAGE, ENVIRONMENT
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.studies.loss_gap import (
+    GapAtStep,
+    Gaps,
+    common_steps,
+    paired_gaps,
+    seed_band,
+    window_length,
+)
+from fp8cfg.studies.parity_report import ParityReport, Verdict, VerdictName
+from fp8cfg.studies.parity_runs import Study, other_keys
+from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
+
+SMALL_MODEL = 1_000_000_000
+"""Below this number of parameters, a study says that the model is small."""
+SHORT_RUN = 20
+"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Below, a run is short."""
+STATE = "state.json"
+"""File of a checkpoint with the digest of the data."""
+FEW_STEPS = 20
+"""Below this number of steps, losses have hardly begun to fall."""
+
+
+def judge(study: Study) -> ParityReport:
+    """Reads the runs of a study and gives each precision a verdict.
+
+    Args:
+        study: The study. Its runs may still train: the steps that all of them have are compared.
+
+    Raises:
+        ConfigError: A run has no step yet, or the runs have no step in common.
+        Diverged: The baseline diverged.
+    """
+    runs = _read_runs(study)
+    _check_baseline(study, runs[study.baseline])
+    losses = {name: {seed: _losses(run) for seed, run in of.items()} for name, of in runs.items()}
+    healthy = {
+        name: of_seed
+        for name, of_seed in losses.items()
+        if not any(run.state == "diverged" for run in runs[name].values())
+    }
+    steps = common_steps([run for of_seed in healthy.values() for run in of_seed.values()])
+    if not steps:
+        raise ConfigError(
+            f"{study.folder}: the runs have no step in common; wait until they have trained, and"
+            " run the same command again"
+        )
+    window = window_length(len(steps))
+    baseline = {
+        seed: {step: run[step] for step in steps} for seed, run in losses[study.baseline].items()
+    }
+    verdicts = []
+    for name in study.precisions:
+        if name in healthy:
+            gaps = paired_gaps(baseline, losses[name], window)
+            verdicts.append(_judge_gaps(study, name, gaps, runs))
+        else:
+            verdicts.append(_diverged(name, runs[name]))
+    band = seed_band(baseline, steps, window)
+    half_widths = [] if band is None else [float(value) for value in band]
+    report = ParityReport(study, verdicts, steps, window, healthy, half_widths, limits=[])
+    return replace(report, limits=[*_limits(report, runs)])
+
+
+Runs = Mapping[str, Mapping[int, RunData]]
+"""Runs by precision and seed."""
+
+
+def _read_runs(study: Study) -> Runs:
+    """Reads all run folders. Raises ConfigError if one has no step."""
+    folders: dict[str, dict[int, Path]] = {}
+    if study.given:
+        folders[study.baseline] = dict(study.given)
+    for run in study.runs:
+        folders.setdefault(run.precision, {})[run.seed] = run.folder
+    runs: dict[str, dict[int, RunData]] = {}
+    waiting = []
+    for name, of_seed in folders.items():
+        for seed, folder in of_seed.items():
+            data = read_run(folder) if folder.exists() else None
+            if data is None or not data.steps:
+                waiting.append(folder)
+                continue
+            runs.setdefault(name, {})[seed] = data
+    if waiting:
+        raise ConfigError(
+            f"{waiting[0]}: has no step yet, like {len(waiting)} of {len(study.runs)} runs; run the"
+            " same command again when they have finished"
+        )
+    return runs
+
+
+def _check_baseline(study: Study, runs: Mapping[int, RunData]) -> None:
+    """Raises Diverged if a run of the baseline diverged."""
+    from fp8cfg.checkpoint.saver import Diverged
+
+    for seed, run in runs.items():
+        if run.state == "diverged":
+            raise Diverged(
+                f"the baseline {study.baseline} diverged with seed {seed}, so nothing can be"
+                f" compared with it: {run.folder}; set a lower optim.lr"
+            )
+
+
+def _losses(run: RunData) -> dict[int, float]:
+    """Returns the finite losses by step. With a loss scale a skipped step may have none."""
+    steps, values = run.series("loss")
+    return {step: value for step, value in zip(steps, values, strict=True) if math.isfinite(value)}
+
+
+def _judge_gaps(study: Study, name: str, gaps: Gaps, runs: Runs) -> Verdict:
+    """Gives a verdict on a precision whose runs did not diverge."""
+    return Verdict(
+        name,
+        judge_gap(gaps.last, study.tolerance),
+        gaps.worse_from(study.tolerance),
+        gaps,
+        _val_gap(runs[study.baseline], runs[name]),
+        gaps.detectable(study.tolerance),
+        gaps.seeds_needed(study.tolerance),
+    )
+
+
+def judge_gap(gap: GapAtStep, tolerance: float) -> VerdictName:
+    """Returns the verdict on a gap. A lower loss than the baseline's never fails."""
+    if gap.is_worse(tolerance):
+        return "worse"
+    if gap.noise is not None and abs(gap.mean) <= gap.noise:
+        return "within noise"
+    return "within tolerance"
+
+
+def _val_gap(baseline: Mapping[int, RunData], other: Mapping[int, RunData]) -> float | None:
+    """Returns the mean gap of the last validation loss that all runs have."""
+    losses = {}
+    for runs in (baseline, other):
+        for seed, run in runs.items():
+            steps, values = run.series("val_loss")
+            losses[runs is other, seed] = dict(zip(steps, values, strict=True))
+    steps = common_steps(list(losses.values()))
+    if not steps:
+        return None
+    gaps = [losses[True, seed][steps[-1]] - losses[False, seed][steps[-1]] for seed in baseline]
+    gap = statistics.fmean(gaps)
+    return gap if math.isfinite(gap) else None
+
+
+def _diverged(name: str, runs: Mapping[int, RunData]) -> Verdict:
+    """Returns the verdict on a precision of which a run diverged."""
+    diverged = {seed: run for seed, run in runs.items() if run.state == "diverged"}
+    seed, first = min(diverged.items(), key=lambda item: item[1].steps)
+    message = f"{len(diverged)} of {len(runs)} runs diverged, seed {seed} at step {first.steps}"
+    if first.message:
+        message += f": {first.message}"
+    return Verdict(name, "diverged", first.steps, message=message)
+
+
+# ------------------------------------------------------------------------------------------------
+# Limits
+
+
+def _limits(report: ParityReport, runs: Runs) -> Iterator[str]:
+    """Yields a line for each thing that the study cannot tell."""
+    study = report.study
+    yield from _statistical_limits(report)
+    recipe = study.runs[0].recipe
+    parameters = count_parameters(recipe, rank_part(recipe)).total
+    tokens = report.steps[-1] * recipe.trainer.global_batch_size * recipe.model.seq_length
+    if len(report.steps) < FEW_STEPS or tokens < SHORT_RUN * parameters:
+        yield (
+            f"Short runs: {_count(tokens)} tokens for {_count(parameters)} parameters. A precision"
+            " can still fall behind later, when gradients are smaller."
+        )
+    if parameters < SMALL_MODEL:
+        yield (
+            f"Small model: {_count(parameters)} parameters. Large models have activations with"
+            " outliers, which are harder for FP8."
+        )
+    unfinished = [
+        run for of_seed in runs.values() for run in of_seed.values() if run.state != "done"
+    ]
+    unfinished = [run for run in unfinished if run.state != "diverged"]
+    if unfinished:
+        yield (
+            f"{len(unfinished)} runs have not finished, such as {unfinished[0].folder}"
+            f" ({unfinished[0].steps} steps): {len(report.steps)} steps are compared."
+        )
+    yield from _unequal_runs(study, runs)
+    emulated = [
+        name for name, of_seed in runs.items() if _is_emulated(next(iter(of_seed.values())))
+    ]
+    if emulated:
+        yield (
+            f"FP8 is emulated ({', '.join(emulated)}): it rounds as a GPU does, but a GPU sums"
+            " products in another order."
+        )
+    yield "Losses are compared, not results on downstream tasks."
+
+
+def _statistical_limits(report: ParityReport) -> Iterator[str]:
+    """Yields what the number of seeds cannot tell."""
+    study = report.study
+    if len(study.seeds) == 1:
+        yield (
+            "One seed: the noise is unknown, so gaps are only compared with the tolerance. Set"
+            " --seeds 3 or more."
+        )
+        return
+    for verdict in report.verdicts:
+        if verdict.gaps and verdict.verdict == "worse" and verdict.gaps.last.mean < report.band[-1]:
+            yield (
+                f"{verdict.precision}: its gap is real, but smaller than what other seeds would"
+                f" change ({report.band[-1]:.4f})."
+            )
+        detectable = verdict.detectable
+        if detectable is None or detectable <= 2 * study.tolerance:
+            continue
+        line = (
+            f"{verdict.precision}: {len(study.seeds)} seeds detect a gap of {detectable:.3f}, not"
+            f" of {2 * study.tolerance:g} (twice the tolerance)."
+        )
+        if verdict.seeds_needed:
+            yield f"{line} --seeds {verdict.seeds_needed} would."
+        else:
+            yield f"{line} Train more steps, or set a larger --tolerance."
+
+
+def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
+    """Yields differences between the runs other than their precision."""
+    first_name = study.baseline
+    first = next(iter(runs[first_name].values()))
+    for name in study.precisions:
+        recipe = next(iter(runs[name].values())).recipe
+        keys = [key for key in other_keys(first.recipe, recipe) if key != "trainer.seed"]
+        if keys:
+            yield f"{name} differs from {first_name} in {', '.join(keys)} too, not only in precision."
+    all_runs = [run for of_seed in runs.values() for run in of_seed.values()]
+    if len({_corpus(run) for run in all_runs} - {None}) > 1:
+        yield "The runs were not trained on the same data: the text or the tokens differ."
+    before = _read_json(first.folder, ENVIRONMENT)
+    lines: dict[str, None] = {}
+    for run in all_runs:
+        lines |= dict.fromkeys(differences(before, _read_json(run.folder, ENVIRONMENT)))
+    # Whether two uncommitted states of the code are equal is unknown. Developers know it.
+    found = [line for line in lines if not line.startswith(("command", "code: uncommitted"))]
+    if found:
+        yield f"The runs were not trained in the same environment: {'; '.join(found[:3])}."
+
+
+def _corpus(run: RunData) -> str | None:
+    """Returns the sha256 of the data of a run. None without a checkpoint."""
+    _, checkpoint = newest_checkpoint(RunFiles.at(run.folder))
+    if checkpoint is None:
+        return None
+    data = _read_json(checkpoint, STATE).get("data")
+    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def _is_emulated(run: RunData) -> bool:
+    """Whether a run emulated its FP8 GEMMs, by its coverage.json."""
+    backend = _read_json(run.folder, COVERAGE).get("backend")
+    return isinstance(backend, dict) and backend.get("product") == "emulate"
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a folder. Returns {} if it is missing or damaged."""
+    try:
+        data = json.loads(RunFiles.at(folder).read(name))
+    except (OSError, ValueError, RecursionError, StrangeFile):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _count(number: float) -> str:
+    """Formats a count, such as 3.3M."""
+    for unit in ("", "K", "M", "B"):
+        if number < 1000 or unit == "B":
+            break
+        number /= 1000
+    return f"{number:.3g}{unit}"
