@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.building.job import Job
+from fp8cfg.composition.value_sources import copy_sources
 from fp8cfg.planning.job_plan import checked_recipe, cut_if_smoke, make_plan
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import family_of_weights
@@ -87,6 +88,8 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     recipe, model = _fit(recipe, model)
     job = graph.construct(graph.make_graph(recipe, model))
     assert isinstance(job, Job)
+    # The graph has only the values.
+    copy_sources(recipe, job.recipe)
     return job
 
 

@@ -30,6 +30,7 @@ from fp8cfg.composition.layers import (
 from fp8cfg.composition.overrides import Overrides
 from fp8cfg.composition.recipe_layers import check_model_path, collect_layers, file_layers
 from fp8cfg.composition.recipe_yaml import assigned, flat, typed
+from fp8cfg.composition.value_sources import record_sources
 from fp8cfg.schema import backends, rules
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.schema.changed_fields import changed
@@ -372,6 +373,7 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
             f" trainer.max_steps={steps}"
         )
     mark_reported(settled.recipe)
+    record_sources(settled.recipe, settled.folded)
     return replace(settled, remarks=(*settled.remarks, *lines))
 
 

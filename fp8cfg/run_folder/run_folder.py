@@ -30,6 +30,7 @@ from fp8cfg.run_folder.file_names import PROFILE as PROFILE
 from fp8cfg.run_folder.file_names import RECIPE as RECIPE
 from fp8cfg.run_folder.file_names import REQUEST as REQUEST
 from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
+from fp8cfg.run_folder.file_names import SOURCES as SOURCES
 from fp8cfg.run_folder.file_names import STATUS as STATUS
 from fp8cfg.run_folder.file_names import TENSORBOARD as TENSORBOARD
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
@@ -130,7 +131,7 @@ LOCK_TRIES, LOCK_PAUSE = 10, 0.01
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RUN_FORMAT = 1
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
-_OF_RUN_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN)
+_OF_RUN_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN, SOURCES)
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 

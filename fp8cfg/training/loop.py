@@ -35,6 +35,7 @@ from fp8cfg.planning.preflight import check_layout
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.sources import write_sources
 from fp8cfg.run_folder.summary import read_history
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
@@ -577,6 +578,8 @@ class _Training:
         job, world = self.job, self.world
         self.logs = stack.enter_context(RunLogs(job, self.run, first_step, self.loggers))
         if first_step < self.max_steps:
+            if self.run:
+                write_sources(self.run.files, self.recipe)
             self.loggers.open(first_step)
         self.profiler = stack.enter_context(StepProfiler(job, self.run, self.say))
         snapshots = MemorySnapshots(job.recipe, self.run, self.say)

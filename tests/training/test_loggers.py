@@ -22,7 +22,7 @@ from tests.support.small import small
 
 # The libraries use deprecated functions of their dependencies.
 pytestmark = pytest.mark.filterwarnings("ignore")
-FILES = {"recipe.yaml", "plan.json", "coverage.json"}
+FILES = {"recipe.yaml", "sources.json", "plan.json", "coverage.json"}
 
 
 class CrashAtThree(fp8cfg.Callback):
@@ -157,7 +157,7 @@ def test_trackio_reads_the_run(
         found = trackio("get", "metric", "--run", "run", "--metric", name)
         assert {row["step"]: row["value"] for row in found["values"]} == metric(logged, name)
     artifacts = trackio("list", "artifacts")["artifacts"]
-    assert {one["name"] for one in artifacts} == {"recipe-run", "plan-run", "coverage-run"}
+    assert {one["name"] for one in artifacts} == {f"{Path(file).stem}-run" for file in FILES}
     (alert,) = trackio("list", "alerts")["alerts"]
     assert (alert["title"], alert["level"]) == ("run crashed", "error")
 

@@ -23,7 +23,7 @@ from fp8cfg.planning.hardware import gpu_of_device
 from fp8cfg.planning.plan_report import PlanReport, report_plan
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.run_folder import LOGGERS, PLAN, RECIPE, RunFolder
+from fp8cfg.run_folder.run_folder import LOGGERS, PLAN, RECIPE, SOURCES, RunFolder
 from fp8cfg.run_folder.status import State
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.keys import short
@@ -119,7 +119,7 @@ class RunLoggers:
         self._threads: list[LoggerThread] = []
 
     def open(self, first_step: int) -> None:
-        """Starts the loggers, and logs the recipe and the plan.
+        """Starts the loggers, and logs the recipe, its sources and the plan.
 
         Args:
             first_step: Optimizer steps done. If there are any, the loggers continue their runs.
@@ -140,6 +140,7 @@ class RunLoggers:
             self._threads.append(LoggerThread(name, logger))
         _write_json(self._run, LOGGERS, ids)
         self.save(RECIPE)
+        self.save(SOURCES)
         # The plan describes the recipe's own model.
         if not self._job.foreign:
             _write_json(self._run, PLAN, self._plan().data())

@@ -1,0 +1,54 @@
+"""Source of each value of a recipe, recorded when the recipe is composed."""
+
+from __future__ import annotations
+
+from fp8cfg.composition.layers import Folded, Layer, Source, defaults, key_history
+from fp8cfg.composition.recipe_yaml import flat
+from fp8cfg.schema.recipe import Recipe
+
+# Key of the recorded sources in a recipe's `__dict__`. It is not a field: pydantic copies it with
+# the recipe, but comparison and export ignore it.
+_SOURCES = "_sources"
+
+
+def record_sources(recipe: Recipe, folded: Folded) -> None:
+    """Records in `recipe` which layer set each value."""
+    sources = {}
+    for key, value in folded.values.items():
+        sources[key] = (value, _source(key_history(folded, key)[-1]))
+    vars(recipe)[_SOURCES] = sources
+
+
+def copy_sources(recipe: Recipe, other: Recipe) -> None:
+    """Copies the record of `recipe` to `other`, a recipe that was built from its values."""
+    vars(other)[_SOURCES] = vars(recipe).get(_SOURCES, {})
+
+
+def value_sources(recipe: Recipe) -> dict[str, str]:
+    """Returns the source of each value.
+
+    Args:
+        recipe: A composed recipe, or one made in Python.
+
+    Returns:
+        A text by full key, such as "command line: fp8.margin=1", "preset: bf16_fp8" or "schema
+        default". "Python" for values that were assigned to the object, "trainer.smoke=true" for
+        values of a smoke run.
+    """
+    recorded = vars(recipe).get(_SOURCES, {})
+    assigned = "trainer.smoke=true" if recipe.trainer.smoke else "Python"
+    sources = {}
+    for key, value in flat(recipe).items():
+        composed_value, source = recorded.get(key, (defaults()[key], Source.DEFAULT.value))
+        sources[key] = source if value == composed_value else assigned
+    return sources
+
+
+def _source(layer: Layer) -> str:
+    """Returns the kind of a layer, with its name, file or argument."""
+    file = layer.location.file
+    name = layer.name or layer.location.text or (str(file) if file else "")
+    if not name:
+        return layer.source.value
+    separator = " " if layer.source is Source.CONFLICT else ": "
+    return f"{layer.source.value}{separator}{name}"
