@@ -6,7 +6,7 @@ import functools
 import html
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from fp8cfg.schema.data import Data
-from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.errors import ConfigError, suggest
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import ALIASES, short, shown
 from fp8cfg.schema.model import LoRA, Model
@@ -68,11 +68,7 @@ class Recipe(Node):
     @task.setter
     def task(self, name: str) -> None:
         # The registry's apply_task keeps smaller sizes of a recipe. An assignment sets every value.
-        folder = CONF / "task"
-        names = sorted(file.stem for file in folder.glob("*.yaml"))
-        if name not in names:
-            raise ConfigError(f"task={name}: no such task; choose from {', '.join(names)}")
-        for node, values in read_yaml(folder / f"{name}.yaml").items():
+        for node, values in read_task(name).items():
             setattr(self, node, values)
 
     @property
@@ -175,6 +171,21 @@ def fields() -> dict[str, Any]:
 def short_keys() -> frozenset[str]:
     """Returns the short names of all keys."""
     return frozenset(short(key) for key in fields())
+
+
+@functools.cache
+def read_task(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the values of a task by node, from conf/task/. Callers must not change them.
+
+    Raises:
+        ConfigError: The task is unknown.
+    """
+    folder = CONF / "task"
+    tasks = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in tasks:
+        hint = suggest(str(name), tasks) or f"; choose from {', '.join(tasks)}"
+        raise ConfigError(f"task={name}: no such task{hint}")
+    return read_yaml(folder / f"{name}.yaml")
 
 
 # A message about an unknown key of a node suggests keys of the whole tree.

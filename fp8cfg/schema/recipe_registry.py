@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from fp8cfg.schema import packages
 from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.errors import ConfigError, expect, refuse_if, suggest
-from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.safe_files import CONF, NAME, read_yaml
+from fp8cfg.schema.recipe import Recipe, read_task
+from fp8cfg.schema.safe_files import NAME
 
 _RECIPES: dict[str, RecipeFunction] = {}
 
@@ -222,18 +222,8 @@ def apply_task(recipe: Recipe, name: str) -> None:
     Raises:
         ConfigError: The task is unknown.
     """
-    tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
-    if name not in tasks:
-        hint = suggest(str(name), tasks) or f"; choose from {', '.join(tasks)}"
-        raise ConfigError(f"task={name}: no such task{hint}")
-    for node_name, values in _read_task(name).items():
+    for node_name, values in read_task(name).items():
         node = getattr(recipe, node_name)
         for leaf, value in values.items():
             if not keeps_recipe_value(f"{node_name}.{leaf}", value, getattr(node, leaf)):
                 setattr(node, leaf, value)
-
-
-@functools.cache
-def _read_task(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Reads conf/task/NAME.yaml. Callers must not change the result."""
-    return read_yaml(CONF / "task" / f"{name}.yaml")
