@@ -92,7 +92,7 @@ def start_ranks(
         if num_gpus:
             # All nodes have the same GPUs.
             num_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-            preflight.choose_backend(recipe, hardware, num_ranks)
+            preflight.choose_backend(recipe, hardware, layout.rank_part(recipe, num_ranks))
         lines = [f"{error}: {torchrun_line(recipe, argv, num_gpus)}"]
         if takes:
             lines = preflight.append_runs(lines, recipe, hardware, whole_line, takes=takes)
@@ -202,13 +202,13 @@ def launch(
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
-    choice = preflight.choose_backend(recipe, hardware, sharding.ranks())
+    rank_part = layout.rank_part(recipe, sharding.ranks())
+    choice = preflight.choose_backend(recipe, hardware, rank_part)
     check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, choice.backend)))
     refuse_absent(recipe)
     if _is_first_rank():
         refuse_missing(recipe)
     refuse_snapshot_on_cpu(recipe, hardware.device)
-    rank_part = layout.rank_part(recipe, sharding.ranks())
     say_notes(remarks.remark_lines(recipe, rank_part), recipe.log.level)
     head = run_header.header(recipe, hardware, choice)
     if is_short:

@@ -127,11 +127,11 @@ def make_plan(
         world = current_ranks()
     layout = rank_part(recipe, world)
     if model is not None:
-        choice = choice or choose_backend(recipe, hardware, world, is_custom_model=True)
+        choice = choice or choose_backend(recipe, hardware, layout, is_custom_model=True)
         gemms = _plan_custom_model(recipe, model, choice)
         return Plan(recipe, hardware, choice, layout, gemms, attention=(), custom_model=model)
     try:
-        choice = choice or choose_backend(recipe, hardware, world)
+        choice = choice or choose_backend(recipe, hardware, layout)
         gemms = layer_plan.plan_layers(recipe, choice.backend)
     except ConfigError:
         # Report all violations, not only those of the first failing check.

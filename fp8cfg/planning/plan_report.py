@@ -487,7 +487,7 @@ def report_plan(
     refusals: list[str] = []
     try:
         # Installed libraries count only for a plan on a CPU, this machine.
-        choice = choose_backend(recipe, hardware, world, here=gpu is None)
+        choice = choose_backend(recipe, hardware, rank_part(recipe, world), here=gpu is None)
     except ConfigError as error:
         refusals = error.problems
     try:
@@ -566,7 +566,8 @@ def _find_alternative(
     """
 
     def backend(other: Recipe, ranks: int) -> str:
-        return choose_backend(other, hardware, ranks, here=hardware.device == "cpu").backend
+        part = rank_part(other, ranks)
+        return choose_backend(other, hardware, part, here=hardware.device == "cpu").backend
 
     search = Search(hardware.device, free, backend)
     meant_ranks = recipe.trainer.num_nodes * recipe.trainer.devices

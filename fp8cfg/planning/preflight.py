@@ -148,7 +148,7 @@ def _problems(
         return [str(line) for line in lines]
     free, backend = (
         free_memory(hardware.device, ranks),
-        choose_backend(recipe, hardware, started).backend,
+        choose_backend(recipe, hardware, layout.rank_part(recipe, started)).backend,
     )
     line = memory_problem(recipe, hardware.device, free, backend, started)
     return [line] if line else []
@@ -166,7 +166,7 @@ def _nearest(
         recipe = place_on_gpus(recipe, 1, num_ranks if devices % num_ranks else devices)
 
     def backend(other: Recipe, world: int) -> str:
-        return choose_backend(other, hardware, world).backend
+        return choose_backend(other, hardware, layout.rank_part(other, world)).backend
 
     return Search(hardware.device, free, backend, takes).nearest(recipe, num_ranks)
 
@@ -187,7 +187,7 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
         ranks = sharding.ranks()
 
     def backend(other: Recipe, world: int) -> str:
-        return choose_backend(other, hardware, world).backend
+        return choose_backend(other, hardware, layout.rank_part(other, world)).backend
 
     fit = smoke_run(recipe, ranks, backend)
     if fit is None:
@@ -200,16 +200,16 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 def choose_backend(
     recipe: Recipe,
     hardware: Hardware,
-    ranks: int,
+    part: layout.Part,
     here: bool = True,
     is_custom_model: bool = False,
 ) -> Choice:
-    """Chooses the backend of a recipe on a number of ranks.
+    """Chooses the backend of a recipe.
 
     Args:
         recipe: The recipe.
         hardware: Hardware of the run.
-        ranks: Number of ranks.
+        part: A rank's part of the layout, with the resolved precision.
         here: Whether `hardware` is this machine. Otherwise a named backend need not be installed.
         is_custom_model: Whether the model is a custom model. Then no layout needs support.
 
@@ -217,7 +217,7 @@ def choose_backend(
         ConfigError: No backend runs the recipe on this hardware.
     """
     return choose(
-        layout.rank_part(recipe, ranks).state.precision,
+        part.state.precision,
         hardware,
         statistics=recipe.log.fp8_stats_every_n_steps,
         here=here,

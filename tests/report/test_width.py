@@ -11,6 +11,7 @@ from fp8cfg import compose
 from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.cli.help import choices
+from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.report.run_header import header, planned_tables, short_header
 from fp8cfg.schema.tables import table, wrapped
@@ -89,7 +90,7 @@ def test_plans_of_every_recipe(words: tuple[str, ...], capsys: pytest.CaptureFix
 def test_what_a_run_says_before_it_begins(words: list[str]) -> None:
     recipe = compose(["precision=bf16_fp8_current", *words])
     cpu = Hardware("cpu")
-    choice = choose_backend(recipe, cpu, 1)
+    choice = choose_backend(recipe, cpu, rank_part(recipe, 1))
     head = header(recipe, cpu, choice)
     assert f"backend:    {choice.backend} " in head and len(head.splitlines()) <= 12
     text = f"{head}\n{short_header(recipe, choice)}\n{planned_tables(recipe, cpu, choice)}"
