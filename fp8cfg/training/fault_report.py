@@ -106,7 +106,8 @@ class Fault:
     def _samples_line(self) -> str:
         samples = self.samples
         tensor = self.first
-        if tensor is not None and tensor.microbatch:
+        # A tensor out of range may be far from the samples that make a loss spike.
+        if tensor is not None and tensor.microbatch and not tensor.is_finite:
             here = tensor.rank, tensor.microbatch
             samples = [each for each in samples if here in each["read_by"]] or samples
         worst = sorted(samples, key=_badness, reverse=True)
