@@ -38,7 +38,6 @@ VERBS = {
     "resume": Verb(
         TRAIN, "continue a run from its newest valid checkpoint", trains=True, path=True
     ),
-    "watch": Verb(TRAIN, "follow a run from its folder", path=True),
     "rerun": Verb(
         TRAIN, "train a run's recipe again and compare the losses", trains=True, path=True
     ),
@@ -49,6 +48,7 @@ VERBS = {
     "list": Verb(LOOK, "list recipes, presets and tasks", words=GROUPS),
     "explain": Verb(LOOK, "explain a key: type, meaning, effect, and who set it"),
     "diff": Verb(LOOK, "list the keys in which two recipes or runs differ"),
+    "watch": Verb(STUDY, "follow a run from its folder", path=True),
     "runs": Verb(STUDY, "list runs: state, losses, speed", path=True),
     "compare": Verb(STUDY, "compare runs: keys, losses, speed, memory", words=()),
     "report": Verb(STUDY, "write an HTML page: curves, FP8 tensors, memory, recipe", path=True),

@@ -13,6 +13,7 @@ from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError, NotFP8Error, refuse_if
+from fp8cfg.schema.messages import say as say_line
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 
@@ -69,8 +70,8 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        print(wrapped(f"ok: {line}", more="  "))
-        print(wrapped(training_data.data_line(recipe), more="  "))
+        say_line(wrapped(f"ok: {line}", more="  "))
+        say_line(wrapped(training_data.data_line(recipe), more="  "))
         say(notes)
     return 0
 

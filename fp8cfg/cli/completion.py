@@ -88,8 +88,20 @@ Examples:
 Add the line to ~/.bashrc, to ~/.zshrc after compinit, or to
 ~/.config/fish/config.fish.
 """
-NEXT = {**hydra.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
-"""Options with a value of a few, or, where empty, with a key."""
+NEXT = {
+    **hydra.CHOICES,
+    "--package": (),
+    "--allow": (),
+    "--gpu": tuple(GPUS),
+    "--precision": tuple(choices("precision")),
+    "--dtype": ("bf16", "fp16", "fp32"),
+    "--fp8": ("block", "tensor"),
+}
+"""Options with one of a few values. With a key if these are empty."""
+FILE_OPTIONS = ("--config-dir", "--output")
+"""Options with a file or folder."""
+TRAINED = ("hf", "peft")
+"""What `export` writes from a run folder."""
 
 
 def run(argv: list[str]) -> int:
@@ -112,8 +124,10 @@ def completions(words: list[str]) -> list[str]:
     verb = VERBS.get(named)  # help is none
     found: Iterable[str]
     option = hydra.SHORT.get(before[-1], before[-1]) if before else ""
-    if option == "--config-dir" or (verb and verb.path and len(before) == 1):
+    if option in FILE_OPTIONS or (verb and verb.path and len(before) == 1):
         found = ()  # the shell completes files
+    elif _expects_file(before, current):
+        found = ()
     elif option in NEXT:
         found = NEXT[option] or keys()
     elif "=" in current:
@@ -128,7 +142,30 @@ def completions(words: list[str]) -> list[str]:
         found = [*(() if before else WORDS), *_keys_below(current)]
         if before == ["explain"]:  # a key alone
             found = [key.rstrip("=") for key in found]
+        if before == ["import"]:  # the project comes first
+            found = _projects("import")
+        elif before == ["export"]:
+            found = [*found, *_projects("export")]
     return sorted({f for f in found if f.startswith(current)})
+
+
+def _projects(verb: str) -> list[str]:
+    """The words after `import` and `export`: projects, and what else `export` writes."""
+    if verb not in ("import", "export"):
+        return []
+    from fp8cfg.interop.projects import DOORS
+
+    return [*DOORS, *TRAINED, "slurm"] if verb == "export" else [*DOORS]
+
+
+def _expects_file(before: list[str], current: str) -> bool:
+    """Whether a file of a project or a run folder comes next."""
+    if len(before) != 2 or current.startswith("-") or "=" in current:
+        return False
+    verb, project = before
+    return (verb == "import" and project in _projects(verb)) or (
+        verb == "export" and project in TRAINED
+    )
 
 
 def options(verb: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fp8cfg.report import differences
 from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import shown
+from fp8cfg.schema.messages import colored
 from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
@@ -74,7 +76,7 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        print(differences.text(a.name, b.name, found))
+        print(colored(differences.text(a.name, b.name, found), sys.stdout))
     return 0
 
 

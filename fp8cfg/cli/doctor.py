@@ -8,6 +8,7 @@ from typing import Any
 from fp8cfg.cli.argv import split
 from fp8cfg.run_folder.environment import inventory
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.sections import Section, print_sections
 from fp8cfg.schema.tables import size, table, wrapped
 
 USAGE = """
@@ -37,12 +38,15 @@ def run(argv: list[str]) -> int:
             f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
         )
     found = inventory()
-    print(json.dumps(found, indent=1) if "--json" in arguments.flags else text(found))
+    if "--json" in arguments.flags:
+        print(json.dumps(found, indent=1))
+    else:
+        print_sections(report(found))
     return 0
 
 
-def text(found: dict[str, Any]) -> str:
-    """The inventory for a person, at most 80 columns wide."""
+def report(found: dict[str, Any]) -> list[Section]:
+    """Returns the inventory in sections."""
     gpus = [
         f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
         for g in found["gpus"]
@@ -68,14 +72,13 @@ def text(found: dict[str, Any]) -> str:
         for name, version in found["packages"].items()
         if name != "triton"
     ]
-    return "\n\n".join(
-        [
-            "\n".join(wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts),
-            table(["package", "version"], packages),
-            _variables(found["variables"]),
-            _precisions(found["precision"]),
-        ]
-    )
+    lines = [wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts]
+    return [
+        Section("machine", lines),
+        Section("packages", [table(["package", "version"], packages)]),
+        Section("environment", [_variables(found["variables"])]),
+        Section("precisions", _precisions(found["precision"])),
+    ]
 
 
 def _variables(variables: dict[str, dict[str, str]]) -> str:
@@ -88,7 +91,7 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
     return "environment variables that change results\n" + "\n".join(lines)
 
 
-def _precisions(presets: dict[str, dict[str, str]]) -> str:
+def _precisions(presets: dict[str, dict[str, str]]) -> list[str]:
     """The table, with reasons numbered under it."""
     reasons: list[str] = []
 
@@ -102,4 +105,4 @@ def _precisions(presets: dict[str, dict[str, str]]) -> str:
     rows = [[name, *map(cell, backends.values())] for name, backends in presets.items()]
     lines = [table(["precision", *next(iter(presets.values()))], rows)]
     notes = (wrapped(reason, f"[{i}] ", "    ") for i, reason in enumerate(reasons, 1))
-    return "\n".join([*lines, *notes])
+    return [*lines, *notes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from fp8cfg.cli.argv import is_recipe_file, split
@@ -12,6 +13,7 @@ from fp8cfg.composition.precedence import composed
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import short
+from fp8cfg.schema.messages import colored
 from fp8cfg.schema.recipe import fields
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.value_errors import options
@@ -76,7 +78,10 @@ def run(argv: list[str]) -> int:
     refuse_if(problems)
 
     explanation = explained(settled, full_key)
-    print(json.dumps(explanation.data(), indent=1) if "--json" in arguments.flags else explanation)
+    if "--json" in arguments.flags:
+        print(json.dumps(explanation.data(), indent=1))
+    else:
+        print(colored(str(explanation), sys.stdout))
     return 0
 
 

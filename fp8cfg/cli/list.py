@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if, suggest
+from fp8cfg.schema.messages import has_color
 from fp8cfg.schema.regular_file import open_regular
-from fp8cfg.schema.tables import cut, wrapped
+from fp8cfg.schema.sections import Section, print_sections
+from fp8cfg.schema.tables import cut, output_width, wrapped
 
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [task] [--config-dir FOLDER] [--json]
@@ -83,6 +86,8 @@ def run(argv: list[str]) -> int:
         )
     elif len(found) == 1:
         print("\n".join(_whole(*found.values())))
+    elif has_color(sys.stdout):
+        print_sections([Section(group, _overview(those)) for group, those in found.items()])
     else:
         print("\n\n".join("\n".join([group, *_overview(those)]) for group, those in found.items()))
     return 0
@@ -117,7 +122,7 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
 def _overview(those: list[Entry]) -> list[str]:
     """A line for each, as far as there is room."""
     width = max(len(e.name) for e in those)
-    return [f"  {e.name:{width}}  {cut(e.line, 76 - width)}" for e in those]
+    return [f"  {e.name:{width}}  {cut(e.line, output_width() - 4 - width)}" for e in those]
 
 
 def _whole(those: list[Entry]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from fp8cfg.__main__ import main
 from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli.completion import SCRIPTS, completions, keys
+from fp8cfg.interop.projects import DOORS
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import fields
@@ -65,7 +66,7 @@ def test_the_keys_and_their_values_are_those_of_the_schema() -> None:
         (["completion", ""], ["bash", "fish", "zsh"]),
         (["list", "d"], ["data"]),
         (["resume", "x", "--allow", "fp8.mar"], ["fp8.margin"]),
-        (["help", "re"], ["rerun", "resume"]),
+        (["help", "re"], ["report", "rerun", "resume"]),
         (["nonsense"], []),
         (["x="], []),
     ],
@@ -187,3 +188,24 @@ def test_a_script_begins_with_how_to_install_it(
     assert main(["completion", name]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("# fp8cfg: add to ~/.") and f"fp8cfg completion {name}" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["import", "m"], ["megatron"]),
+        (["import", ""], [*sorted(DOORS)]),
+        (["export", "s"], ["slurm", "storage."]),
+        (["export", "h"], ["hf"]),
+        (["import", "nemo", "run"], []),
+        (["export", "hf", ""], []),
+        (["export", "hf", "a", "b", "--dtype", "f"], ["fp16", "fp32"]),
+        (["export", "hf", "a", "b", "--fp8", ""], ["block", "tensor"]),
+        (["export", "--output", "m"], []),
+        (["evaluate", "a", "--precision", "bf16_mx"], ["bf16_mxfp8"]),
+        (["log.progress=p"], ["log.progress=plain"]),
+        (["train", "--verb"], ["--verbose"]),
+    ],
+)
+def test_projects_and_values_of_options(words: list[str], found: list[str]) -> None:
+    assert completions(words) == found

@@ -6,20 +6,27 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import Hardware
-from fp8cfg.cli.doctor import text
+from fp8cfg.cli.doctor import report
 from fp8cfg.run_folder import environment
+from fp8cfg.schema.sections import plain_text
 
 HOPPER, AMPERE, CPU = (
     Hardware("cuda", (9, 0), (12, 9)),
     Hardware("cuda", (8, 0), (12, 9)),
     Hardware("cpu"),
 )
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `doctor` prints into a pipe."""
+    return plain_text(report(found))
 
 
 @pytest.mark.parametrize(
