@@ -16,8 +16,8 @@ from fp8cfg.studies.run_data import RunData
 
 MOST_POINTS = 2000
 """Points of a curve."""
-CURVE_POINTS = 60_000
-"""Points of all curves of a figure. Three numbers of 4 bytes each, in base64."""
+CURVE_POINTS = 12_000
+"""Points of all curves of a figure: 0.2 MB, three numbers of 4 bytes each in base64."""
 SMOOTH_FROM = 400
 """Curves with at least so many points get a running mean."""
 MEAN_POINTS = 500
@@ -252,7 +252,8 @@ class _Lines:
         self._trace(curve, steps[kept], values[kept], **trace)
         if is_smooth:
             means = running_mean(values, _window(len(values)))
-            kept = np.unique(np.linspace(0, len(values) - 1, MEAN_POINTS).astype(np.int64))
+            count = min(MEAN_POINTS, self._limit)
+            kept = np.unique(np.linspace(0, len(values) - 1, count).astype(np.int64))
             self._trace(curve, steps[kept], means[kept])
 
     def figure(self, title: str, log_switch: bool = False, wide: bool = False) -> Figure | None:

@@ -21,13 +21,16 @@ from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.run_folder.run_folder import RunFolderError
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import report
+from fp8cfg.studies.fp8_history import STATISTICS, FP8History
 from fp8cfg.studies.page import Block, Figure, Fold, Section, Table, Tabs, Text, write_page
+from fp8cfg.studies.report_figures import MOST_COLUMNS, heat_map_columns
 from fp8cfg.studies.reported_run import MOST_RUNS, read_runs
 from fp8cfg.studies.value_sources import value_sources
 from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.short_runs import WORDS
 from tests.support.small import small
+from tools.bench_report import write_synthetic_run
 
 STATS = ("precision=bf16_fp8", "log.fp8_stats_every_n_steps=2")
 needs_chromium = pytest.mark.skipif(chromium.PATH is None, reason="chromium is not installed")
@@ -211,6 +214,26 @@ def test_too_many_runs(runs: Path, tmp_path: Path) -> None:
             shutil.copy(runs / "fp8" / name, tmp_path / f"{i}")
     with pytest.raises(ConfigError, match="33 runs are too many; choose up to 32"):
         fp8cfg.write_report(tmp_path, tmp_path / "r.html")
+
+
+def test_a_long_run_stays_below_10_mb(tmp_path: Path) -> None:
+    # Statistics of 100 steps fill all columns of the heat maps.
+    write_synthetic_run(tmp_path / "long", steps=100_000, layers=400, every=1000)
+    page = fp8cfg.write_report(tmp_path / "long", tmp_path / "r.html")
+    assert 6e6 < page.stat().st_size < 10e6
+    text = page.read_text()
+    assert "Measured in 100 steps from 1,000 to 100,000." in text
+    assert "They are drawn with at most 2,000 points" in text
+
+
+def test_heat_maps_of_many_layers_and_runs_fit_the_page() -> None:
+    values = {name: np.ones((4800, 3)) for name in STATISTICS}
+    rows = [(f"layers.{i}", "input") for i in range(4800)]
+    history = FP8History(rows, np.zeros((3, 2), dtype=np.int64), values, num_steps=3)
+    for count in (1, 4):
+        columns = heat_map_columns([history] * count)
+        assert 2 <= columns <= MOST_COLUMNS
+        assert 4 / 3 * 4 * columns * 4800 * 6 * count < 4e6
 
 
 # In a browser
