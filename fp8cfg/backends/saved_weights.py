@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8cfg.backends.native.backend import scaling_of
 from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
 from fp8cfg.numerics import Scaling
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
+from fp8cfg.numerics.scaling_settings import scaling_of
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import with_resolved_params
 

@@ -26,7 +26,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fp8cfg.backends.native.backend import scaling_of
 from fp8cfg.numerics.amax import compute_amax_or_nan, replace_nan
 from fp8cfg.numerics.formats import RandomStream, random_key
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
@@ -41,6 +40,7 @@ from fp8cfg.numerics.scaling import (
     global_scale_from_amax,
     scales_from_amaxes,
 )
+from fp8cfg.numerics.scaling_settings import scaling_of
 from fp8cfg.schema.fp8 import FP8
 
 ROLES = {FPROP: (INPUT, WEIGHT), DGRAD: (GRAD_OUTPUT, WEIGHT), WGRAD: (GRAD_OUTPUT, INPUT)}
