@@ -67,6 +67,9 @@ def test_the_keys_and_their_values_are_those_of_the_schema() -> None:
         (["list", "d"], ["data"]),
         (["resume", "x", "--allow", "fp8.mar"], ["fp8.margin"]),
         (["help", "re"], ["report", "rerun", "resume"]),
+        (["compare", "runs/a", "ru"], []),  # the shell completes run folders
+        (["runs", "--wh"], ["--where"]),
+        (["init", "mine", "precision=bf16_m"], ["precision=bf16_mxfp8"]),
         (["nonsense"], []),
         (["x="], []),
     ],
