@@ -92,10 +92,14 @@ function withLogColors(trace) {
   if (low > high) [low, high] = [0.1, 1]; // all zero or missing
   const bottom = Math.max(Math.log10(low), Math.log10(high) - 12);
   const top = Math.max(Math.log10(high), bottom + 0.01);
-  const color = (value) => (value > 0 ? Math.max(Math.log10(value), bottom) : value === 0 ? bottom : NaN);
+  const color = (value) => {
+    if (Number.isNaN(value)) return NaN; // a gap
+    return value > 0 ? Math.min(Math.max(Math.log10(value), bottom), top) : bottom;
+  };
   const every = Math.ceil((top - bottom) / 6);
   const ticks = [];
-  for (let n = Math.ceil(bottom); n <= top; n++) if (n % every === 0) ticks.push(n);
+  const slack = 1e-6; // of rounding to float32
+  for (let n = Math.ceil(bottom - slack); n <= top + slack; n++) if (n % every === 0) ticks.push(n);
   const few = ticks.length < 2;
   const values = few ? [bottom, (bottom + top) / 2, top] : ticks;
   const suffix = (trace.colorbar && trace.colorbar.ticksuffix) || "";

@@ -198,7 +198,7 @@ def packed(values: Sequence[float] | NDArray[Any]) -> dict[str, str]:
     if array.dtype.kind in "iu":
         fits = array.size == 0 or np.abs(array.astype(np.float64)).max() < 2**31
         kind = "i4" if fits else "f8"
-    elif np.nanmax(np.abs(array), initial=0.0) > np.finfo(np.float32).max:
+    elif np.abs(array[np.isfinite(array)]).max(initial=0.0) > np.finfo(np.float32).max:
         kind = "f8"
     data = base64.b64encode(np.ascontiguousarray(array, dtype=f"<{kind}").tobytes())
     spec = {"dtype": kind, "bdata": data.decode("ascii")}

@@ -103,6 +103,7 @@ def test_a_figure_is_valid_for_plotly() -> None:
         ([1, 2**31], "f8"),
         ([], "f4"),
         ([0.1, float("nan")], "f4"),
+        ([0.1, float("inf")], "f4"),
         ([1e300], "f8"),
         (np.arange(6).reshape(2, 3), "i4"),
     ],

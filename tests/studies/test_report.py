@@ -22,7 +22,7 @@ from fp8cfg.run_folder.run_folder import RunFolderError
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import report
 from fp8cfg.studies.fp8_history import STATISTICS, FP8History
-from fp8cfg.studies.page import Block, Figure, Fold, Section, Table, Tabs, Text, write_page
+from fp8cfg.studies.page import Block, Figure, Fold, Section, Table, Tabs, Text, packed, write_page
 from fp8cfg.studies.report_figures import MOST_COLUMNS, heat_map_columns
 from fp8cfg.studies.reported_run import MOST_RUNS, read_runs
 from fp8cfg.studies.value_sources import value_sources
@@ -359,6 +359,23 @@ def test_a_phone_and_paper(browser: Browser, page: Path, tmp_path: Path) -> None
     assert browser.run("document.documentElement.scrollWidth") == 390
     browser.pdf(tmp_path / "page.pdf")
     assert browser.run("figures.filter(f => !f.closest('[hidden]')).every(f => drawn.has(f))")
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_logarithmic_colors(browser: Browser, tmp_path: Path) -> None:
+    z = packed(np.array([[1e-3, 1.0, np.inf], [0.0, np.nan, 10.0]], dtype=np.float32))
+    heat_map = Figure("amax", [{"type": "heatmap", "z": z}], log_colors=True)
+    zeros = {"type": "heatmap", "z": packed(np.zeros((1, 2), dtype=np.float32))}
+    blocks = [heat_map, Figure("zeros", [zeros], log_colors=True)]
+    write_page(tmp_path / "r.html", "title", [Section("section", blocks)])
+    browser.open(tmp_path / "r.html")
+    browser.run("figures.forEach(draw)")
+    trace = browser.run(f"{figure('amax')}.querySelector('.plot').data[0]")
+    # JSON has neither NaN nor infinity.
+    assert trace["z"] == [[pytest.approx(-3), 0, 1], [pytest.approx(-3), None, 1]]
+    assert trace["customdata"][0][:2] == [pytest.approx(1e-3), 1]
+    assert trace["colorbar"]["ticktext"] == ["0.001", "0.01", "0.1", "1", "10"]
     assert browser.problems == []
 
 
