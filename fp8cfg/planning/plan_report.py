@@ -445,7 +445,8 @@ class PlanReport:
         where = self.gpu.name if self.gpu else "CPU"
         ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
         title = f"Plan of {self.recipe.name} on {ranks}, {where}"
-        return sections_html(title, report_sections(self))
+        folded = ("storage", "communication", "speed", "job")
+        return sections_html(title, report_sections(self), folded)
 
 
 def report_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ RULE_WIDTH = 100
 """Columns of a heading's line on a wide terminal."""
 _STYLE = """<style>
 .fp8cfg { font-size: 13px; line-height: 1.4; }
-.fp8cfg table { border-collapse: collapse; margin: .3em 0; }
+.fp8cfg table { border-collapse: collapse; margin: .3em 0; font-size: inherit; }
+.fp8cfg td:first-child { white-space: pre; }
 .fp8cfg th, .fp8cfg td { text-align: left; padding: 1px 10px 1px 0; white-space: pre-wrap;
   border: none; background: none; color: inherit; vertical-align: top; }
 .fp8cfg th { border-bottom: 1px solid; opacity: .75; font-weight: 600; }
@@ -69,17 +70,18 @@ def print_sections(sections: Sequence[Section]) -> None:
         console.print()
 
 
-def sections_html(title: str, sections: Sequence[Section]) -> str:
-    """Returns the sections as HTML for a notebook. The first one is open, the others are folded.
+def sections_html(title: str, sections: Sequence[Section], folded: Collection[str] = ()) -> str:
+    """Returns the sections as HTML for a notebook.
 
     Args:
         title: Heading above the sections.
         sections: The sections.
+        folded: Titles of sections that are folded at first.
     """
     parts = [f"<div><b>{html.escape(title)}</b></div>"]
-    for number, section in enumerate(sections):
+    for section in sections:
         body = "".join(map(_block_html, section.blocks))
-        opened = "" if number else " open"
+        opened = "" if section.title in folded else " open"
         summary = f"<summary>{html.escape(section.title)}</summary>"
         parts.append(f"<details{opened}>{summary}{body}</details>")
     return in_notebook("".join(parts))
