@@ -124,7 +124,8 @@ def completions(words: list[str]) -> list[str]:
     verb = VERBS.get(named)  # help is none
     found: Iterable[str]
     option = hydra.SHORT.get(before[-1], before[-1]) if before else ""
-    if option in FILE_OPTIONS or (verb and verb.path and len(before) == 1):
+    takes_path = verb and verb.path and len(before) == 1 and not current.startswith("-")
+    if option in FILE_OPTIONS or takes_path:
         found = ()  # the shell completes files
     elif _expects_file(before, current):
         found = ()
