@@ -132,9 +132,8 @@ class ParityReport:
     def print(self, console: Console) -> None:
         """Prints the table and the limits of the study."""
         study = self.study
-        seeds = ", ".join(map(str, study.seeds))
         lines = [
-            f"parity of {study.name}: {len(self.steps)} steps, seeds {seeds}, tolerance"
+            f"parity of {study.name}: {len(self.steps)} steps, {_seeds(study.seeds)}, tolerance"
             f" {study.tolerance:g}",
             self._baseline_line(),
         ]
@@ -165,6 +164,13 @@ class ParityReport:
 
     def _repr_html_(self) -> str:
         return sections_html(f"Parity of {self.study.name}", [Section("verdicts", [str(self)])])
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    """Returns the seeds in words."""
+    if len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"seeds {', '.join(map(str, seeds))}"
 
 
 def _print_lines(console: Console, lines: Sequence[str], first: str = "") -> None:
