@@ -76,7 +76,7 @@ def training(curves: Sequence[Curve]) -> list[Block]:
     figures = [
         _figure("Training loss", curves, "loss", smooth=True, log_switch=True, wide=True),
         _figure("Validation loss", curves, "val_loss", markers=True, log_switch=True),
-        _figure("Learning rate", curves, "lr", log_switch=True),
+        _figure("Learning rate", curves, "lr", log_switch=True, exponent="e"),
         _figure("Gradient norm", curves, "grad_norm", smooth=True, log_switch=True),
         _figure("Tokens per second", curves, tokens_per_second, smooth=True),
         _figure("Loss scale", curves, "loss_scale", log_switch=True),
@@ -177,6 +177,7 @@ def _figure(
     markers: bool = False,
     log_switch: bool = False,
     wide: bool = False,
+    exponent: str = "SI",
 ) -> Figure | None:
     """Returns a figure of one metric of all runs. None if no run has it.
 
@@ -188,6 +189,7 @@ def _figure(
         markers: Whether to mark each point of a short curve.
         log_switch: Whether to offer a logarithmic y axis.
         wide: Whether the figure takes the whole width.
+        exponent: Plotly's exponentformat of the y axis: "SI" for 10k, "e" for 3e-4.
     """
     lines = _Lines(_points(curves))
     for curve in curves:
@@ -196,7 +198,7 @@ def _figure(
             lines.add(
                 curve, np.asarray(steps), np.asarray(values, dtype=np.float64), smooth, markers
             )
-    return lines.figure(title, log_switch, wide)
+    return lines.figure(title, log_switch, wide, exponent)
 
 
 def _difference(title: str, curves: Sequence[Curve], name: str) -> Figure | None:
@@ -256,13 +258,16 @@ class _Lines:
             kept = np.unique(np.linspace(0, len(values) - 1, count).astype(np.int64))
             self._trace(curve, steps[kept], means[kept])
 
-    def figure(self, title: str, log_switch: bool = False, wide: bool = False) -> Figure | None:
+    def figure(
+        self, title: str, log_switch: bool = False, wide: bool = False, exponent: str = "SI"
+    ) -> Figure | None:
         """Returns the figure, or None without curves."""
         if not self._traces:
             return None
         return Figure(
             title,
             self._traces,
+            {"yaxis": {"exponentformat": exponent}},
             height=340 if wide else 280,
             wide=wide,
             log_switch=log_switch,
