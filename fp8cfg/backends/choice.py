@@ -146,7 +146,8 @@ def against(
         reasons.append(
             Violation(
                 "fp8.keep_transpose_cache=true",
-                f"has no effect, backend={name} decides itself which copies of a weight it keeps; remove it or set backend={REFERENCE}",
+                f"has no effect with backend={name}, which manages its own copies; remove it or set"
+                f" backend={REFERENCE}",
             )
         )
     if adapters and not has.adapters:

@@ -209,7 +209,8 @@ def test_too_little_coverage_stops_the_run() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8", "fp8.min_coverage=0.99"))
     list(steps(job, 1))
     with pytest.raises(
-        fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d+\.\d% of matmul FLOPs ran in FP8"
+        fp8cfg.NotFP8Error,
+        match=r"fp8\.min_coverage=0\.99: only \d+\.\d% of matmul FLOPs ran in FP8",
     ):
         job.prove()
 

@@ -374,7 +374,7 @@ def test_an_edit_of_the_wiring_is_rejected(edit: Callable[[Any], None], line: st
         (
             "autocast.fp8.granularity",
             "row",
-            r"fp8\.granularity=row: has no effect under fp8\.scaling=delayed",
+            r"fp8\.granularity=row: has no effect with fp8\.scaling=delayed",
         ),
         ("model.config.num_layers", 0, r"model\.num_layers=0: must be at least 1"),
     ],

@@ -142,7 +142,7 @@ def test_what_the_user_wrote_is_refused_from_every_door(
 ) -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fp8\.high_precision_at_end=1: has no effect, the model has no list of like layers; write ",
+        match=r"fp8\.high_precision_at_end=1: has no effect, the model has no list of like layers; set ",
     ):
         fp8cfg.convert_model(stack(0), written())
 

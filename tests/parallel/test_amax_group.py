@@ -114,6 +114,6 @@ def test_what_shares_nothing_is_refused() -> None:
         small("precision=bf16_fp8", "fp8.tp_only_amax_red=true", "fp8.reduce_amax=false")
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fp8.tp_only_amax_red=true: has no effect under fp8.scaling=current",
+        match=r"fp8.tp_only_amax_red=true: has no effect with fp8.scaling=current",
     ):
         small("precision=bf16_fp8_current", "fp8.tp_only_amax_red=true")

@@ -188,11 +188,12 @@ def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
             rank: Path(said, f"{rank}.err").read_text().strip().splitlines()[-1] for rank in waits
         }
         assert {ranks[rank].exitcode for rank in waits} == {8}
-    holds = ", which holds the store," if stopped == 0 else ""
+    holds = stopped == 0
+    silent = ", which holds the store, does not answer" if holds else " is silent"
     for rank, collective in waits.items():
         assert re.fullmatch(
             rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} (timed out after|was aborted by a rank after) "
-            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or its machine is lost"
+            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{silent}: stopped, or its machine is lost"
             rf"{'' if holds else ', or busy outside Python'}",
             lines[rank],
         )

@@ -321,7 +321,7 @@ def torchao() -> list[Cell]:
             "torchao",
             "fp8.keep_transpose_cache",
             (*base, CACHE),
-            "fp8.keep_transpose_cache=true: has no effect, backend=torchao decides",
+            "fp8.keep_transpose_cache=true: has no effect with backend=torchao, which manages",
         ),
         *(
             applied(
@@ -573,7 +573,7 @@ def te() -> list[Cell]:
                 "te",
                 "fp8.keep_transpose_cache",
                 (*PRESET["delayed"], CACHE),
-                "fp8.keep_transpose_cache=true: has no effect, backend=te decides",
+                "fp8.keep_transpose_cache=true: has no effect with backend=te, which manages",
                 H200,
             )
         ]
@@ -689,7 +689,7 @@ def msamp() -> list[Cell]:
             "msamp",
             "fp8.keep_transpose_cache",
             (*base, CACHE),
-            "fp8.keep_transpose_cache=true: has no effect, backend=msamp decides",
+            "fp8.keep_transpose_cache=true: has no effect with backend=msamp, which manages",
             H200,
         ),
         Refused(
