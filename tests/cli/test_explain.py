@@ -181,7 +181,7 @@ def test_fp8_weights_under_a_level_that_stores_others(
 def test_a_key_without_effect_is_explained_though_the_recipe_is_refused(capsys: Out) -> None:
     text = said(capsys, "explain", "fp8.margin", "precision=bf16_fp8_current", "fp8.margin=1")
     assert (
-        "effect     refused: fp8.margin=1: has no effect under fp8.scaling=current,\n" in text
+        "effect     refused: fp8.margin=1: has no effect with fp8.scaling=current;\n" in text
         and "  -> 1  command line: fp8.margin=1\n" in text
     )
 
