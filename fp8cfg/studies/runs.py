@@ -156,12 +156,13 @@ def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
 
 def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]) -> RunSummary:
     """Returns the summary with the fields that the recipe, the plan and the machine decide."""
+    ranks = read_json(files, ENVIRONMENT).get("ranks")
     return replace(
         summary,
         recipe=values["name"],
         precision=precision_name(values),
         backend=_backend(files) or values[f"{PLUGIN}.backend"],
-        ranks=read_json(files, ENVIRONMENT).get("ranks"),
+        ranks=ranks if isinstance(ranks, int) else None,
         data=Path(values["data.path"] or values["data.name"]).name,
         max_steps=values["trainer.max_steps"],
     )

@@ -176,6 +176,21 @@ def test_folders_of_other_versions(mine: Path) -> None:
     assert (run.state, run.precision, run.max_steps) == ("done", "bf16_fp8", 4)
 
 
+def test_files_with_other_types_are_rows_too(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "fp8" / "environment.json").write_text('{"ranks": "two"}')
+    (mine / "fp8" / "coverage.json").write_text('{"backend": 5}')
+    (mine / "bf16" / "metrics.jsonl").write_text('{"step": 1, "loss": "high"}\n')
+    recipe = mine / "sweep" / "0" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_steps: 4", "max_steps: many"))
+    out = said(capsys, "runs", str(mine))
+    assert "1 done" in out and "2 damaged" in out
+    assert f"{recipe}: trainer.max_steps=many: expected an integer" in out
+    assert f"{mine}/bf16: cannot be read" in out
+    assert summarize(mine / "fp8").ranks is None
+
+
 def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "train one with: fp8cfg recipe=llama_tiny" in said(capsys, "runs", str(tmp_path))
     assert said(capsys, "runs", str(tmp_path), "--json") == "[]\n"
