@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fp8cfg.cli import WORDS
-from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, split
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
@@ -42,12 +42,14 @@ Options:
                        job saves, is requeued and resumes
   --wait               wait until the job has ended
   --config-dir FOLDER  your own recipes and presets
+  --verbose            print the planned and the observed tables too
 """
 
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv` through the executor that it names. Returns the exit code."""
-    arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait",))
+    arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait", VERBOSE))
+    add_verbose(arguments)
     file = recipe_file(arguments.plain, WORDS)
     executor = _executor(arguments)
     ranks = executor.ranks if isinstance(executor, TorchrunExecutor) else None

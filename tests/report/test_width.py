@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from itertools import cycle
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from fp8cfg.cli.help import choices
 from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.report.run_header import header, planned_tables, short_header
+from fp8cfg.schema.sections import Section, print_sections
 from fp8cfg.schema.tables import table, wrapped
 from tests.support.every_recipe import every_recipe
 
@@ -153,3 +156,41 @@ def test_the_last_column_of_a_table_goes_on_below() -> None:
         "n" * 50 + "  as",
         " " * 51 + "w" * 29,
     ]
+
+
+@pytest.mark.parametrize("columns", [40, 180])
+def test_a_terminal_is_filled_and_nothing_is_cut(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    why = "word " * 30
+    lines = table(["name", "why"], [["n" * 15, why]]).splitlines()
+    assert len(lines) == {40: 9, 180: 2}[columns] and max(map(len, lines)) <= columns
+    assert " ".join(lines[1:]).split()[1:] == why.split()
+    text = wrapped(why, "note: ")
+    assert max(map(len, text.splitlines())) <= columns and text.split()[1:] == why.split()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_sections_have_headings_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = [Section("memory", [table(["a", "b"], [["1", "2"]]), "total: 3"])]
+    print_sections(sections)
+    assert capsys.readouterr().out == "a  b\n1  2\ntotal: 3\n"
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_sections(sections)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert shown.startswith("memory ───") and "\na  b\n1  2\ntotal: 3\n" in shown
+    assert "\x1b[1ma  b" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_sections(sections)
+    assert terminal.getvalue().endswith("a  b\n1  2\ntotal: 3\n")
