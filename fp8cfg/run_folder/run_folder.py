@@ -129,7 +129,7 @@ def _lock(file: FileIO) -> None:
 LOCK_TRIES, LOCK_PAUSE = 10, 0.01
 """Number of tries to lock a run folder, and seconds between them."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-RUN_FORMAT = 1
+RUN_FORMAT = 2
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
 _OF_RUN_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN, SOURCES)
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")

@@ -147,7 +147,7 @@ def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(
             began = time.perf_counter()
             assert main([*way, *chosen, *mine]) == 2, (way, chosen)
             assert time.perf_counter() - began < SECONDS
-    (tmp_path / "environment.json").write_text('{"run_format": 1}')  # of a run folder of ours
+    (tmp_path / "environment.json").write_text('{"run_format": 2}')  # of a run folder of ours
     for verb in ("rerun", "resume"):
         assert main([verb, str(tmp_path), *mine]) == 2
     out, err = capsys.readouterr()
@@ -180,7 +180,7 @@ def test_a_checkpoint_with_a_strangers_recipe_is_refused() -> None:
     from fp8cfg.schema.recipe import Recipe
 
     for recipe in ({"hydra": {"run": {"dir": "x"}}}, {"model": {"_target_": "os.system"}}):
-        with pytest.raises(fp8cfg.ConfigError, match=r"settings of Hydra|cannot name code"):
+        with pytest.raises(fp8cfg.ConfigError, match=r"Hydra's own settings|cannot name code"):
             Recipe(**recipe)
 
 
