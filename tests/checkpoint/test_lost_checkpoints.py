@@ -69,7 +69,7 @@ def test_a_run_of_another_format_is_not_resumed(run: Path, file: str, capsys: Ca
         assert main([command, str(run)]) == 4
         out, err = capsys.readouterr()
         assert err.count("\n") == 1 and f"format {fields[key]}, but this version" in err
-        assert "passed over" not in out + err
+        assert "skipped damaged" not in out + err
 
 
 def test_a_run_that_ended_before_its_first_save_starts_over(run: Path, capsys: Captured) -> None:

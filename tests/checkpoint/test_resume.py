@@ -346,9 +346,9 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(
     [
         (
             "trainer.max_steps=8",
-            "note: the learning rate of step 5 is 0.00232, 7.75 times as high",
+            "note: the learning rate of step 5 is 0.00232 (7.75 times as high)",
         ),
-        ("optim.lr=1e-4", "is 0.0001, 0.0333 times as high"),
+        ("optim.lr=1e-4", "is 0.0001 (0.0333 times as high)"),
         ("trainer.max_steps=4", ""),
     ],
 )

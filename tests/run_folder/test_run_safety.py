@@ -68,7 +68,7 @@ def test_a_link_in_a_run_folder_is_refused_and_leads_nowhere(
         assert main(["resume", str(mine), "trainer.max_steps=5"]) == 0
         out, err = capsys.readouterr()
         assert (
-            f"passed over: {printable(str(mine / name))}: is no file or folder but a link"
+            f"skipped damaged checkpoint {printable(str(mine / name))}: is no file or folder but a link"
             in out + err
         )
         assert "from step-00000002" in out
@@ -276,7 +276,7 @@ def test_older_checkpoints_are_tried_where_contents_are_wrong(
     whole_checkpoints.describe(again, 4)
     assert main(["resume", str(mine), "trainer.max_steps=5"]) == 0
     out = capsys.readouterr().out
-    passed = [line for line in out.splitlines() if "passed over" in line]
+    passed = [line for line in out.splitlines() if "skipped damaged" in line]
     assert (
         len(passed) == 2
         and "step-00000004.2: model.safetensors: cannot be read" in passed[0]
@@ -289,4 +289,4 @@ def test_older_checkpoints_are_tried_where_contents_are_wrong(
         whole_checkpoints.describe(file.parent, int(name[5:13]))
     assert main(["resume", str(mine), "trainer.max_steps=6"]) == 4
     err = capsys.readouterr().err
-    assert "none of the" in err and err.count("\n") == 1
+    assert "none of 2 checkpoints" in err and err.count("\n") == 1
