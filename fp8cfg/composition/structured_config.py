@@ -78,7 +78,7 @@ def _omegaconf_type(annotation: Any) -> Any:
     if origin is typing.Literal:
         return str
     if origin is tuple:
-        return list[args[0]]  # type: ignore[valid-type]
+        return list[_omegaconf_type(args[0])]  # type: ignore[misc]
     if isinstance(annotation, type) and issubclass(annotation, Node):
         return _dataclass(annotation)
     return annotation

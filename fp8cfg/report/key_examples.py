@@ -92,6 +92,7 @@ VALUES = {
     "log.every_n_steps": "1",
     "log.loggers": "[wandb]",
     "log.project": "llama-8b",
+    "log.profile": "10:12",
     "log.fp8_stats_every_n_steps": "100",
 }
 """Values of keys without a list of choices, as on a command line."""
