@@ -318,8 +318,8 @@ def _as_codes(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
 
 def _scale_ignored(operation: str) -> str:
     return (
-        f"{operation}: this weight is stored in FP8 or in a codec, its numbers mean nothing without"
-        f" their scale; {INSTEAD}"
+        f"{operation}: this weight is quantized, its numbers mean nothing without their scale;"
+        f" {INSTEAD}"
     )
 
 

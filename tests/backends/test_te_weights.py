@@ -337,7 +337,7 @@ def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(
     fp8cfg.resume(run, ["fp8.exclude=[]", "trainer.max_steps=2"], ["fp8.exclude"], say=said.append)
     fp8cfg.resume(run, say=said.append)
     assert [line.partition(";")[0] for line in said if "backend" in line] == [
-        "note: backend=auto: te multiplied before, and native does here"
+        "note: backend=auto: now native, te in the checkpoint"
     ] * 2
 
 

@@ -49,5 +49,5 @@ def test_a_name_is_of_one_file(tmp_path: Path) -> None:
         (tmp_path / f"{stem}.yaml").write_text(
             "# What it is.\ncompute: bf16\n# Python: one_mixed\n", encoding="utf-8"
         )
-    with pytest.raises(ConfigError, match=r"b\.yaml: one_mixed is the name of a\.yaml already"):
+    with pytest.raises(ConfigError, match=r"b\.yaml: one_mixed is already the name of a\.yaml"):
         presets.functions(tmp_path)

@@ -18,7 +18,7 @@ from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fp8_weights import Codes, plain
 from fp8cfg.numerics.weight_storage import hold
 
-REFUSED = r"this weight is stored in FP8 or in a codec.*fp8cfg\.averaged\(job\).*fp8cfg\.convert_back\(model\)"
+REFUSED = r"this weight is quantized.*fp8cfg\.averaged\(job\).*fp8cfg\.convert_back\(model\)"
 
 
 def layer(kind: str) -> Any:
