@@ -119,7 +119,7 @@ def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        "runs here on 4 ranks = context 2 x data 2, " in done.stdout
+        "ranks:      4 ranks = context 2 x data 2, " in done.stdout
         and "keys and values" in done.stdout
     )
     assert "resume: step 3 from step-00000002 gave " in done.stdout and CONTEXT not in done.stderr

@@ -441,7 +441,7 @@ def test_parts_of_other_sizes_make_the_same_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_of_two_ranks_says_what_it_sends_and_goes_on_with_one(tmp_path: Path) -> None:
     words = (
-        f"{CURRENT} {FSDP} trainer.max_steps=4 checkpoint.keep=2 trainer.micro_batch_size=4 log.dir={tmp_path}"
+        f"{CURRENT} {FSDP} trainer.max_steps=4 checkpoint.keep=2 trainer.micro_batch_size=4 log.dir={tmp_path} log.level=debug"
     ).split()
     done = launch(2, *SMALL, *words)
     assert done.returncode == 0, done.stderr[-2000:]

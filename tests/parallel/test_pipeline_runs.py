@@ -59,7 +59,7 @@ def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (
-        "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout
+        "ranks:      2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout
         and "stage outputs" in " ".join(done.stdout.split())
     )
     coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
@@ -86,7 +86,7 @@ def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout
+        "ranks:      4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout
         and "stage outputs" in " ".join(done.stdout.split())
     )
     assert "resume: step 3 from step-00000002 gave " in done.stdout
