@@ -15,7 +15,7 @@ from fp8cfg.interop import shell_flags
 from fp8cfg.interop.key_table import Dialect, flattened
 from fp8cfg.interop.recognition import SWIFT, other_command
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
-from fp8cfg.schema.safe_files import parse_yaml, plain, read_text
+from fp8cfg.schema.safe_files import parse_yaml, plain, read_text, unique_keys
 
 
 def call_in(
@@ -150,7 +150,7 @@ def mapping(path: Path) -> dict[str, Any]:
     text, data = text_of(path), None
     try:
         if path.suffix == ".json":
-            data = json.loads(text, object_pairs_hook=_each_once)
+            data = json.loads(text, object_pairs_hook=unique_keys)
         else:
             data = parse_yaml(_CODE.sub(r"\1their_\2", text), str(path), interpolations=True)
             return _resolved_references(data, flattened(data))
@@ -196,15 +196,6 @@ def _resolved_references(
 def interpolated(data: Mapping[str, Any]) -> list[str]:
     """Returns the keys of `data` whose value only OmegaConf can compute."""
     return [key for key, value in data.items() if isinstance(value, str) and "${" in value]
-
-
-def _each_once(keys: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, whose parser takes the last of two alike."""
-    data = dict(keys)
-    if len(data) < len(keys):
-        twice = next(key for i, (key, _) in enumerate(keys) if key in dict(keys[:i]))
-        raise ConfigError(f"key {twice!r} stands twice")
-    return data
 
 
 def pairs(words: Sequence[str]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     """Parses JSON text with a mapping. See `parse_yaml`."""
 
     def load() -> Any:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=unique_keys)
 
     try:
         return _load_mapping(load, where)
@@ -188,7 +188,7 @@ def _with_file(error: ConfigError, where: str) -> ConfigError:
     return ConfigError(lines)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last one."""
     values: dict[str, Any] = {}
     for name, value in pairs:

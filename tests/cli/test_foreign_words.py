@@ -44,16 +44,13 @@ ANSWERS = {
     "explain O2": "write: fp8cfg explain opt_level",
     "explain hybrid": "write: fp8cfg explain fp8.format",
     "plot": "write: fp8cfg report RUN_FOLDER",
-    "compare": "fp8cfg diff RUN_FOLDER RUN_FOLDER",
-    "runs": "run folders are in log.dir",
     "serve": "fp8cfg export hf RUN_FOLDER OUT --fp8 block",
     "nemo llm pretrain --factory llama3_8b": "is: fp8cfg recipe=NAME",
     "export vllm": "write: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
     "export vllm recipe=llama_8b": "write: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
     "export gguf": "convert_hf_to_gguf.py",
     "export adapters": "fp8cfg export peft RUN_FOLDER OUT",
-    "check log.level=debug": "there are no log levels; log.every_n_steps",
-    "--log-level debug": "log.every_n_steps=N",
+    "--log-level debug": "write log.level=debug, info, warning or error",
     "check log.wandb=true": "log.loggers=[wandb]",
     "check log.wandb_project=x": "log.loggers=[wandb] and log.project",
     "check report_to=wandb": "it belongs to log.loggers",
@@ -195,7 +192,7 @@ def test_only_keys_that_no_recipe_has_make_a_file_nemo_1s(
     file = tmp_path / "nemo.yaml"
     file.write_text(yaml.safe_dump({**NEMO_1, "exp_manager": {"exp_dir": "x"}}))
     assert main(["check", str(file)]) == 2
-    assert capsys.readouterr().err.endswith(f"write: fp8cfg import nemo {file}\n")
+    assert capsys.readouterr().err.endswith(f"run fp8cfg import nemo {file}\n")
     assert main(["import", "nemo", str(file)]) == 0
     file.write_text(yaml.safe_dump(NEMO_1))
     assert main(["check", str(file)]) == 2
@@ -208,7 +205,7 @@ def test_an_id_of_the_hub_is_a_path_of_from_hf(name: str, tmp_path: Path) -> Non
     for words, file in (([f"recipe={name}"], None), ([], tmp_path / "a.yaml")):
         with pytest.raises(fp8cfg.ConfigError) as error:
             fp8cfg.compose(words, file=file)
-        assert f"write recipe=from_hf model.path=hf://{name}, or recipe=llama31_8b" in str(
+        assert f"set recipe=from_hf model.path=hf://{name}, or recipe=llama31_8b" in str(
             error.value
         )
 
