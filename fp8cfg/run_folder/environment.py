@@ -1,4 +1,8 @@
-"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
+"""Environment record: versions, machine, code and variables that can change a run's results.
+
+`inventory` describes a machine for `fp8cfg doctor`. `environment` describes a run and is saved in
+its run folder.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ PACKAGES += [
 ]
 """Packages whose versions may change results."""
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
-"""In the name of an environment variable: its value is neither printed nor kept."""
+"""Variables with such a name are neither printed nor saved."""
 INSTALL_VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling uses powers of two as scales",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling uses scales other than powers of two",
@@ -77,16 +81,28 @@ INSTALL_VARIABLES = {
     "TORCHDYNAMO_DISABLE": "turns compilation off",
     "TORCH_COMPILE_DISABLE": "turns compilation off",
 }
-"""Environment variables that change results, and how (Transformer Engine's, cuBLAS's and torch's documentation)."""
+"""Environment variables that change results, with their effect.
+
+Sources: documentation of Transformer Engine, cuBLAS and torch.
+"""
 
 
 def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Describes this machine as plain data, as `fp8cfg doctor` prints it.
+
+    Args:
+        environ: Environment variables of the process.
+
+    Returns:
+        Versions, devices, free memory in bytes, the variables with an effect, and whether each
+        precision preset runs on each backend. JSON values only.
+    """
     hardware, devices = _torch()
     return {
         "fp8cfg": __version__,
         "python": platform.python_version(),
         "os": platform.platform(),
+        # cpu_count() ignores the affinity mask that containers and taskset set. macOS has no mask.
         "cores": (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         ),
@@ -97,6 +113,7 @@ def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "packages": {
             name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")
         },
+        # All NVTE_ variables: newer versions of Transformer Engine have more than this table.
         "variables": {
             k: {"value": v, "effect": INSTALL_VARIABLES.get(k, "")}
             for k, v in sorted(environ.items())
@@ -110,10 +127,17 @@ def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
-    """ "runs", "emulated", or why `backend` does not run `precision` on `hardware`; None is a machine without torch."""
+    """Returns whether a backend runs a precision: "runs", "emulated", or the reason why not.
+
+    Args:
+        precision: The precision node of a recipe.
+        backend: Name of the backend.
+        hardware: The device. None on a machine without torch.
+    """
     if hardware is None:
         return "torch is not installed"
     if not precision.fp8.enabled:
+        # Without FP8 all backends would run the same GEMMs. Only the reference backend lists them.
         other = "no FP8 in this preset: torch runs the GEMMs for every backend"
         return "runs" if backend == registry.REFERENCE else other
     if problem := registry.problem(backend):
@@ -125,6 +149,7 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
 
 
 def _presets() -> dict[str, Precision]:
+    """Returns the shipped precision presets by name."""
     library = Library()
     return {
         name: Precision(**node("precision", name, library)) for name in library.choices("precision")
@@ -132,10 +157,10 @@ def _presets() -> dict[str, Precision]:
 
 
 def _torch() -> tuple[Hardware | None, dict[str, Any]]:
-    """The hardware that a run would have, None without torch; and torch's CUDA and GPUs."""
+    """Returns the hardware of a run (None without torch), and torch's CUDA version and GPUs."""
     try:
         import torch
-    except (ImportError, OSError) as e:  # a library of its own that cannot be loaded is an OSError
+    except (ImportError, OSError) as e:  # OSError: a shared library of torch cannot be loaded
         return None, {"cuda": None, "gpus": [], "torch_problem": str(e).splitlines()[0]}
     gpus = []
     for i in range(torch.cuda.device_count()):
@@ -147,7 +172,8 @@ def _torch() -> tuple[Hardware | None, dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel module."""
+    """Returns the version of NVIDIA's kernel module, None without one."""
+    # Not from nvidia-smi: a container may lack it.
     try:
         found = re.search(
             r"Module\s.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text()
@@ -158,7 +184,7 @@ def _driver() -> str | None:
 
 
 def _compiler() -> str | None:
-    """The first line of `g++ --version`."""
+    """Returns the first line of `g++ --version`, None without g++."""
     if shutil.which("g++") is None:
         return None
     done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
@@ -196,15 +222,17 @@ VARIABLES = {
     "TORCH_COMPILE_DEBUG",
     "TORCH_LOGS",
 }
-"""Environment variables that are kept, by name: switches, numbers, a folder. A prefix would let in what others call alike."""
+"""Environment variables saved with a run. Full names only: a prefix could match a secret."""
 NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
-"""What may differ between two runs without any meaning for their results."""
+"""Entries that may differ between two runs without an effect on results."""
 
 
 def environment() -> dict[str, Any]:
-    """The environment of this process; JSON values only.
+    """Describes this process for environment.json.
 
-    Of the environment only VARIABLES are kept.
+    Returns:
+        Versions, hardware, the command, the git commit and the variables in VARIABLES. JSON
+        values only.
     """
     import torch  # inside: readers of run folders do not need it
 
@@ -230,13 +258,23 @@ def environment() -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: then -> now` for all that differs between two environments; `before`, read from a file, may be anything."""
+    """Compares two environment records.
+
+    Args:
+        before: The earlier record. It comes from a file, so its values can have any type.
+        now: The later record.
+
+    Returns:
+        One line per difference, as "key: then -> now".
+    """
     old, new = _flat(before), _flat(now)
+    # Keys of `now` first: their order is ours, the file may have any.
     lines = [
         f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
         for key in {**new, **old}
         if old.get(key) != new.get(key) and not NO_DIFFERENCE.fullmatch(key)
     ]
+    # The commits can be equal although the code is not.
     if old.get("code.dirty") is True and new.get("code.dirty") is True:
         lines.append(
             "code: uncommitted changes then and now; whether they are the same ones is not recorded"
@@ -245,6 +283,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Flattens nested mappings to dotted keys. `at` is the prefix of the keys."""
     out: dict[str, Any] = {}
     for key, value in data.items():
         out |= (
@@ -256,31 +295,33 @@ def _flat(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
+    """Formats a value in one line. None and empty lists are "none"."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return "none" if value in (None, []) else _plain(text)
 
 
 def _plain(text: str) -> str:
-    """One line that a terminal prints as it is, whoever wrote the file."""
+    """Returns at most 100 printable characters of `text`."""
+    # The text may come from somebody else's file. Escape sequences could control the terminal.
     return "".join(c if c.isprintable() else "?" for c in text[:100])
 
 
 def _cpu() -> str:
+    """Returns the name of the CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
+    # Arm kernels and other systems have no "model name".
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def _code() -> dict[str, Any] | None:
-    """Commit of this code and whether it has uncommitted changes; None where it is not tracked in a git work tree."""
+    """Returns the commit of this code and whether it has changes. None if git does not track it."""
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return (
-            None  # installed into an environment that happens to lie inside somebody's repository
-        )
+        return None  # the package is installed in an environment inside another repository
     commit, changes = (
         _git(here.parent, "rev-parse", "HEAD"),
         _git(here.parent, "status", "--porcelain"),
@@ -289,6 +330,8 @@ def _code() -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """Runs git in `folder` and returns its output, None if it fails."""
+    # fsmonitor could start a daemon or a hook. Optional locks could disturb a user's git command.
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(

@@ -1,7 +1,9 @@
-"""The files of a run folder, all of them opened through here: relative to the folder's descriptor, and never through a link.
+"""Safe access to the files of a run folder.
 
-A file with a second name (a hard link) could lead a writer to any file of the reader as a link does: nothing is written into a file
-that was there before but the lock, and what replaces a file is written under a new random name first.
+All files are opened relative to the folder's descriptor. Symbolic links are never followed, so a
+shared folder cannot redirect a write to another file of the user. A hard link could do the same.
+So files are never written in place, except for the lock: new content goes to a file with a random
+name, and a rename replaces the old file.
 """
 
 from __future__ import annotations
@@ -32,18 +34,28 @@ class StrangeFile(Fp8cfgError):
 
 
 class FolderDescriptor:
-    """A folder by its descriptor.
+    """An open folder. It stays valid if the folder is renamed.
 
-    Every method raises OSError as the system does, and StrangeFile for what is no regular file or folder; both name the path.
+    Raises:
+        OSError: A system call failed. The error has the path.
+        StrangeFile: The name is a link, a pipe or a device.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor, self._path = descriptor, path
+        # A finalizer closes the descriptor with the object, so callers need no `with` block.
         self.close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def at(cls, folder: Path | Self) -> Self:
-        """That of `folder`, a path of the user's, who may have links of his own on the way to it."""
+        """Opens a folder. A FolderDescriptor is returned unchanged.
+
+        Args:
+            folder: The folder. Links in this path are followed, because the user wrote it.
+
+        Raises:
+            OSError: The folder cannot be opened, or the system lacks openat and similar calls.
+        """
         if not isinstance(folder, Path):
             return folder
         if _NEEDED - os.supports_dir_fd:
@@ -56,39 +68,53 @@ class FolderDescriptor:
 
     @property
     def path(self) -> Path:
-        """Where the folder is now, as it was given where it has not been renamed."""
+        """Current path of the folder. The original path if the current one is unknown."""
         with suppress(OSError):
             return self._found() or self._path
         return self._path
 
     @property
     def there(self) -> bool:
-        """Whether the folder is still in the file system, as far as the system says."""
+        """Whether the folder still exists. True if the system cannot tell."""
         with suppress(OSError):
             return self._found() is not None
+        # An error here (no permission, a network file system) does not prove a deletion.
         return True
 
     @property
     def reached(self) -> Path:
-        """A path for libraries that take nothing else. On Linux it goes through the descriptor, so a rename does not matter."""
+        """Path for libraries that need one. On Linux it stays valid after a rename."""
         through = Path(f"/proc/self/fd/{self.descriptor}")
         return through if sys.platform == "linux" and through.exists() else self.path
 
     def kind(self, name: str) -> str:
-        """What `name` is: "file", "folder", "strange" (a link, a pipe, a device), or "" where it is not there."""
+        """Returns the type of a file.
+
+        Args:
+            name: Path relative to the folder.
+
+        Returns:
+            "file", "folder", "strange" (a link, a pipe or a device), or "" if it does not exist.
+        """
         parts, found = Path(name).parts, "folder"
-        for count in range(1, len(parts) + 1):  # a link on the way is not followed either
+        for count in range(1, len(parts) + 1):  # each parent too: stat would follow a link there
             found = self._kind(Path(*parts[:count]))
             if found != "folder":
                 return found if found == "strange" or count == len(parts) else ""
         return found
 
     def names(self) -> list[str]:
-        """What is in the folder, sorted."""
+        """Returns the names in the folder, sorted."""
         return sorted(os.listdir(self.descriptor))
 
     def open_regular(self, name: str, flags: int) -> int:
-        """A descriptor of the regular file `name`. A pipe is not waited for."""
+        """Opens a regular file and returns its descriptor.
+
+        Args:
+            name: Path relative to the folder.
+            flags: Flags of os.open.
+        """
+        # Without O_NONBLOCK, open() of a pipe waits until another process opens its other end.
         descriptor = self.open_at(name, flags | os.O_NONBLOCK)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
@@ -99,7 +125,14 @@ class FolderDescriptor:
         raise self._strange(name)
 
     def open_at(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """A descriptor of `name`, one part of the path after the other: O_NOFOLLOW is about the last one alone."""
+        """Opens a file or a folder without following links, and returns its descriptor.
+
+        Args:
+            name: Path relative to the folder.
+            flags: Flags of os.open.
+            mode: Permission bits of a new file, before the umask.
+        """
+        # O_NOFOLLOW only covers the last part of a path, so each parent is opened by itself.
         *above, last = Path(name).parts
         at = self.descriptor
         try:
@@ -110,7 +143,8 @@ class FolderDescriptor:
                 at = inner
             return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=at)
         except OSError as error:
-            # A link is ELOOP, or ENOTDIR where a folder was wanted; a pipe without a reader, or a socket, is ENXIO.
+            # A link is ELOOP, or ENOTDIR with O_DIRECTORY. A pipe without a reader, or a socket, is
+            # ENXIO.
             if error.errno in (errno.ELOOP, errno.ENXIO) or (
                 error.errno == errno.ENOTDIR and self.kind(name) == "strange"
             ):
@@ -121,6 +155,7 @@ class FolderDescriptor:
                 os.close(at)
 
     def _kind(self, name: Path) -> str:
+        """Returns the type of `name` like `kind`, but follows links in its parents."""
         try:
             mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -128,14 +163,16 @@ class FolderDescriptor:
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
 
     def _strange(self, name: str) -> StrangeFile:
+        """Returns the error for a link, a pipe or a device."""
         what = (
             "is no file or folder but a link, a pipe or a device; none is followed in a run folder"
         )
         return StrangeFile(f"{self.path / name}: {what}")
 
     def _found(self) -> Path | None:
-        """A path that leads to the folder now, or None."""
+        """Returns a path of the open folder, or None if it was deleted."""
         mine = os.fstat(self.descriptor)
+        # The user's path first: messages should have it unless the folder was renamed.
         for path in (self._path, self._said_by_the_system()):
             with suppress(FileNotFoundError, NotADirectoryError):
                 if os.path.samestat(os.stat(path), mine):
@@ -143,6 +180,7 @@ class FolderDescriptor:
         return None
 
     def _said_by_the_system(self) -> Path:
+        """Returns the path that the kernel has for the descriptor."""
         if hasattr(fcntl, "F_GETPATH"):  # macOS
             return Path(
                 os.fsdecode(
@@ -153,35 +191,53 @@ class FolderDescriptor:
 
 
 MAX_BYTES = 1 << 20
-"""A larger file is none of ours where it is read as a whole."""
+"""Limit of `RunFiles.read`, in bytes. fp8cfg writes no larger file for it."""
 _NEW = os.O_CREAT | os.O_EXCL
 
 
 class RunFiles(FolderDescriptor):
-    """The files in one folder, by names relative to it, such as "recipe.yaml" and "checkpoints/step-00000002/state.json".
+    """Files of a run folder.
 
-    Every method raises OSError as the system does, and StrangeFile for what is no regular file or folder; both name the path.
+    Names are relative to the folder, such as "checkpoints/step-00000002/state.json".
+
+    Raises:
+        OSError: A system call failed. The error has the path.
+        StrangeFile: The name is a link, a pipe or a device.
     """
 
     def folder(self, name: str, make: bool = False) -> RunFiles:
-        """The folder `name`, made where `make` is set and it is not there."""
+        """Opens a folder in this one.
+
+        Args:
+            name: Path relative to this folder.
+            make: Whether to create it if it does not exist. Its parent must exist.
+        """
         if make:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=self.descriptor)
         return RunFiles(self.open_at(name, os.O_RDONLY | os.O_DIRECTORY), self.path / name)
 
     def size(self, name: str) -> int:
-        """The length of the regular file `name`, in bytes."""
+        """Returns the size of a regular file in bytes."""
         with self.open(name) as file:
             return os.fstat(file.fileno()).st_size
 
     def open(self, name: str) -> BufferedReader:
-        """The regular file `name`, to read."""
+        """Opens a regular file for reading, in binary mode."""
         return open(self.open_regular(name, os.O_RDONLY), "rb")
 
     def read(self, name: str, limit: int = MAX_BYTES) -> bytes:
-        """The bytes of `name`. Raises OSError where they are more than `limit`."""
+        """Reads a whole file.
+
+        Args:
+            name: Path relative to the folder.
+            limit: Maximum size in bytes.
+
+        Raises:
+            OSError: The file cannot be read, or is larger than `limit`.
+        """
         with self.open(name) as file:
+            # One byte more than allowed tells a file at the limit from a larger one.
             data = file.read(limit + 1)
         if len(data) > limit:
             raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(self.path / name))
@@ -189,14 +245,23 @@ class RunFiles(FolderDescriptor):
 
     @contextmanager
     def replacing(self, name: str, mode: int = 0o666) -> Iterator[FileIO]:
-        """A new file, unbuffered, that takes the place of `name` at the end of the block, brought to disk; and stays open if the
-        caller keeps a duplicate of its descriptor. It has `mode`, less the umask."""
+        """Context manager that replaces a file atomically.
+
+        Yields an unbuffered new file. At the end of the block the file is synced to disk and
+        renamed to `name`. An exception deletes the new file and keeps the old one. The caller can
+        continue to append through a duplicate of the descriptor.
+
+        Args:
+            name: Path relative to the folder.
+            mode: Permission bits, before the umask.
+        """
         new = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
         with open(
             self.open_at(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0
         ) as file:
             try:
                 yield file
+                # Sync before the rename. Otherwise a power loss could leave an empty file as `name`.
                 os.fsync(file.fileno())
                 self.rename(new, name)
             except BaseException:
@@ -205,12 +270,19 @@ class RunFiles(FolderDescriptor):
                 raise
 
     def replace(self, name: str, data: bytes, mode: int = 0o666) -> None:
-        """Write `data` as the whole of `name`, which has its old bytes or the new ones whatever happens."""
+        """Replaces the content of a file atomically. After a crash it has the old or the new bytes.
+
+        Args:
+            name: Path relative to the folder.
+            data: The new content.
+            mode: Permission bits, before the umask.
+        """
         with self.replacing(name, mode) as file:
             write_all(file, data)
 
     def probe(self) -> None:
-        """Raise OSError unless a file of a few KB can be written."""
+        """Raises OSError unless a file of 4 KiB can be written."""
+        # Not an empty file: a full disk often still accepts one.
         name = f".probe-{uuid.uuid4().hex[:12]}"
         with open(self.open_at(name, os.O_WRONLY | _NEW), "wb", buffering=0) as file:
             try:
@@ -219,7 +291,14 @@ class RunFiles(FolderDescriptor):
                 os.unlink(name, dir_fd=self.descriptor)
 
     def shared(self, name: str) -> int:
-        """A descriptor of `name`, to read and to write, made where it is not there: of a lock. It has no second name."""
+        """Opens a lock file for reading and writing, and creates it if needed.
+
+        Returns:
+            The descriptor.
+
+        Raises:
+            StrangeFile: The file has a hard link, or is not a regular file.
+        """
         descriptor = self.open_regular(name, os.O_RDWR | os.O_CREAT)
         if os.fstat(descriptor).st_nlink > 1:
             os.close(descriptor)
@@ -230,44 +309,46 @@ class RunFiles(FolderDescriptor):
         return descriptor
 
     def rename(self, old: str, new: str) -> None:
-        """Give `old` the name `new`."""
+        """Renames a file or a folder within this folder. Replaces a file of the new name."""
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def unlink(self, name: str) -> None:
-        """Remove the file `name`."""
+        """Deletes a file."""
         os.unlink(name, dir_fd=self.descriptor)
 
     def remove(self, name: str, ignore_errors: bool = False) -> None:
-        """Remove the folder `name` with all that is in it. What a link in it leads to stays."""
+        """Deletes a folder and its contents. Links in it are deleted, but not their targets."""
         shutil.rmtree(name, ignore_errors, dir_fd=self.descriptor)
 
     def free(self) -> int:
-        """Free bytes of the disk."""
+        """Returns the free space of the disk in bytes."""
         return shutil.disk_usage(self.descriptor).free
 
     def sync(self) -> None:
-        """Bring the names in the folder to disk."""
+        """Syncs the folder's entries to disk, so that renames survive a power loss."""
         sync(self.descriptor)
 
     def sync_file(self, name: str) -> None:
-        """Bring the bytes of the file `name` to disk, whoever wrote them; nothing where it is not there."""
+        """Syncs a file to disk. Does nothing if it does not exist."""
+        # fsync also covers bytes that another process or a library wrote.
         if self.kind(name):
             with self.open(name) as file:
                 sync(file.fileno())
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of `data` to an unbuffered file, which may take less at once. Raises OSError."""
+    """Writes all bytes to an unbuffered file. Raises OSError."""
     left = memoryview(data)
+    # write() may take fewer bytes: Linux writes at most 2 GiB per call.
     while left:
         left = left[file.write(left) :]
 
 
 def sync(descriptor: int) -> None:
-    """Bring the bytes of a file, or the names in a folder, to disk. Raises OSError."""
+    """Syncs a file, or the entries of a folder, to disk. Raises OSError."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder and say so with EINVAL; their renames are durable by themselves.
+        # Some network file systems return EINVAL for a folder. Their renames are durable already.
         if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise

@@ -34,7 +34,7 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     """
     folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
     name = name or Path(path).name  # type: ignore[arg-type]
-    shown = folder.path / name  # once, because it asks the system
+    shown = folder.path / name  # outside the loop, because each access is a system call
     with folder.open(name) as file:
         return [
             parse(f"{shown}:{number}", line) for number, line in enumerate(complete_lines(file), 1)
@@ -51,13 +51,25 @@ def writable(value: Value) -> Value:
 
 
 def parse(place: str, line: bytes) -> dict[str, Any]:
-    """Parses one line. Raises ValueError with `place`, the path and the line number."""
+    """Parses one line of a metrics file.
+
+    Args:
+        place: Path and line number, for errors.
+        line: The line.
+
+    Returns:
+        Step and metrics. Strings such as "NaN" become floats again.
+
+    Raises:
+        ValueError: The line is not a JSON object with a step.
+    """
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{place}: not a line of metrics: {_quote(line)}; delete that line"
         ) from error
+    # Not isinstance: True is an int too.
     if not isinstance(raw, dict) or type(raw.get("step")) is not int:
         raise ValueError(
             f"{place}: a line of metrics without a step: {_quote(line)}; delete that line"
@@ -74,5 +86,6 @@ def _quote(line: bytes) -> str:
 
 
 def complete_lines(lines: Iterable[bytes]) -> Iterable[bytes]:
-    """Skips an incomplete last line."""
+    """Returns the lines without an incomplete last one."""
+    # A killed run can leave half a line at the end.
     return (line for line in lines if line.endswith(b"\n"))

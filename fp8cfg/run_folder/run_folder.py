@@ -75,7 +75,12 @@ class RunFolderInUse(RunFolderError):
 
 @contextmanager
 def writable(folder: Path, key: str = "") -> Iterator[None]:
-    """In its block an OSError is RunFolderNotWritable, of `folder`, which `key` names where it is one of the recipe's."""
+    """Context manager that converts OSError to RunFolderNotWritable.
+
+    Args:
+        folder: The run folder, for the message.
+        key: Key of the recipe that set the folder, such as "log.dir". "" if no key did.
+    """
     try:
         yield
     except OSError as error:
@@ -89,15 +94,27 @@ def writable(folder: Path, key: str = "") -> Iterator[None]:
 
 
 def take_lock(files: RunFiles) -> FileIO:
-    """Lock run.lock, which the kernel undoes when the process ends, however it ends; what it says is for people.
+    """Locks run.lock, and writes the process and the host into it for people.
 
-    Raises RunFolderInUse where another process has it, OSError, StrangeFile.
+    The kernel releases the lock when the process ends, also after a kill.
+
+    Args:
+        files: The run folder.
+
+    Returns:
+        The open file. Closing it releases the lock.
+
+    Raises:
+        RunFolderInUse: Another process has the lock.
+        OSError: The file cannot be opened or locked.
+        StrangeFile: The lock file is a link or another special file.
     """
-    # Held open as long as the run.
+    # No `with`: the file stays open as long as the run, and the lock with it.
     file = open(files.shared(LOCK), "rb+", buffering=0)  # noqa: SIM115
     try:
         _lock(file)
     except OSError as error:
+        # The holder wrote its process and host into the file.
         holder = (file.read(200) or b"").decode(errors="replace").strip()
         file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -107,7 +124,8 @@ def take_lock(files: RunFiles) -> FileIO:
         raise
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    # A forked data worker that outlives its parent would hold the lock with its copy of the handle.
+    # flock belongs to the open file, which a fork shares. A data worker that outlives the run would
+    # keep the folder locked.
     os.register_at_fork(after_in_child=file.close)
     return file
 
@@ -115,8 +133,8 @@ def take_lock(files: RunFiles) -> FileIO:
 def _lock(file: FileIO) -> None:
     """Locks a file. Raises OSError if another process keeps it locked.
 
-    A reader that looks whether a run is going has a shared lock for some microseconds
-    (status.py). So a short wait decides.
+    A reader that checks for a running process takes a shared lock for some microseconds
+    (status.py). So a few tries follow before the error.
     """
     for _ in range(LOCK_TRIES - 1):
         try:
@@ -145,7 +163,7 @@ class RunFolder:
 
     files: RunFiles
     _lock: FileIO | None = None
-    is_new: bool = False  # nothing was in it before this process made a run of it
+    is_new: bool = False  # this process created the run, in a new or empty folder
     _made_folder: bool = False
     _made_root: bool = False
 
@@ -160,11 +178,23 @@ class RunFolder:
         need_bytes: int = 0,
         key: str = "",
     ) -> RunFolder:
-        """Make and lock `root/<name>-<YYYYmmdd-HHMMSS>` (with -2, -3, ... where taken), or exactly `folder` where given.
+        """Creates and locks a run folder with recipe.yaml and environment.json.
 
-        Writes `recipe`, the text of recipe.yaml, and environment.json, after a check that the folder is writable and that
-        its disk has `need_bytes` free; `key` of the recipe names it. Raises RunFolderError for a name that is not plain or a
-        `folder` that has a run in it, RunFolderInUse, RunFolderNotWritable, StrangeFile.
+        Args:
+            root: Parent of the new folder. Unused with `folder`.
+            name: Name of the run. The folder is `root/<name>-<YYYYmmdd-HHMMSS>`, with -2, -3, ...
+                if that name is taken.
+            now: Time in the folder's name.
+            recipe: Text of recipe.yaml.
+            folder: Exact path of the folder. It may exist, but without a run.
+            need_bytes: Free space that the disk must have.
+            key: Key of the recipe that set the path, for errors.
+
+        Raises:
+            RunFolderError: The name has other characters, or the folder has a run already.
+            RunFolderInUse: Another process has locked the folder.
+            RunFolderNotWritable: The folder cannot be written, or the disk is too full.
+            StrangeFile: A name in the folder is a link or another special file.
         """
         if not NAME.fullmatch(name):
             raise RunFolderError(
@@ -179,13 +209,13 @@ class RunFolder:
             _refuse_run(files)
             run = cls(files, take_lock(files), _made_folder=made_folder, _made_root=made_root)
             try:
-                _refuse_run(files)  # again: one may have begun and ended since
+                _refuse_run(files)  # again: another process may have run before we got the lock
                 run.is_new = True
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
                 text = json.dumps({"run_format": RUN_FORMAT, **environment()}, indent=1)
                 files.replace(ENVIRONMENT, f"{text}\n".encode(), mode=0o600)
-                # Last: a folder with a recipe is a whole run folder.
+                # The recipe comes last. Readers take a folder with recipe.yaml as complete.
                 run.write_recipe(recipe)
                 files.sync()
             except BaseException:
@@ -197,15 +227,23 @@ class RunFolder:
 
     @staticmethod
     def refuse_taken(path: Path) -> None:
-        """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes time."""
+        """Raises RunFolderError if `path` has a run. An early check before slow work."""
         if path.is_dir():
             _refuse_run(RunFiles.at(path))
 
     @classmethod
     def open(cls, path: str | Path, lock: bool = True) -> RunFolder:
-        """An existing run folder, locked unless `lock` is False (readers, and ranks other than the one that locked it).
+        """Opens an existing run folder.
 
-        Raises RunFolderError naming what is missing, StrangeFile, RunFolderInUse, RunFolderNotWritable.
+        Args:
+            path: The folder.
+            lock: Whether to lock it. Readers do not, and only one rank of a run does.
+
+        Raises:
+            RunFolderError: The path is not a run folder. The message has the missing file.
+            RunFolderInUse: Another process has locked the folder.
+            RunFolderNotWritable: The lock cannot be written.
+            StrangeFile: A name in the folder is a link or another special file.
         """
         run = cls.reading(path)
         missing = [
@@ -224,7 +262,11 @@ class RunFolder:
 
     @classmethod
     def reading(cls, path: str | Path) -> RunFolder:
-        """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is none."""
+        """Opens a folder for reading, without a check of its files.
+
+        Raises:
+            RunFolderError: The path is not a folder.
+        """
         try:
             return cls(RunFiles.at(Path(path)))
         except (OSError, ValueError) as e:
@@ -424,11 +466,19 @@ class RunFolder:
 
 
 def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
-    """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has `need_bytes` free."""
+    """Checks that a folder can be written.
+
+    Args:
+        folder: The folder.
+        need_bytes: Free space that the disk must have.
+
+    Raises:
+        RunFolderNotWritable: No file can be written, or the disk has too little free space.
+    """
     shown = folder.path if isinstance(folder, RunFiles) else folder
     with writable(shown):
         files = RunFiles.at(folder)
-        # By doing it: permission bits say nothing on a full disk, a read-only mount, or to root.
+        # Write a file. Permission bits do not tell about a full disk, a read-only mount, or root.
         files.probe()
         free = files.free()
     if free < need_bytes:
@@ -442,7 +492,7 @@ def _refuse_run(files: RunFiles) -> None:
     if files.kind(RECIPE):
         raise RunFolderError(folder_taken(str(files.path)))
     names = [name for name in (METRICS, FP8_STATS, COVERAGE) if files.kind(name)]
-    # A run that was killed as it began leaves these two, and nothing in them is lost.
+    # A run that was killed at its start leaves these two files, which a new run may overwrite.
     if files.kind(ENVIRONMENT) and not files.kind(LOCK):
         names.append(ENVIRONMENT)
     if files.kind(CHECKPOINTS) == "folder" and files.folder(CHECKPOINTS).names():
