@@ -13,25 +13,42 @@ Pairs = dict[str, tuple[Any, Any]]
 
 
 def keys(a: Recipe, b: Recipe) -> Pairs:
-    """The keys that differ, by their short names, with both values."""
+    """Returns the values of both recipes for each key that differs, by short name."""
     return a.diff(b)
 
 
 def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
-    """What differs between two environment.json: Python, packages, CUDA, GPUs, and the code's commit."""
+    """Compares two environment records (environment.json).
+
+    Args:
+        a: The first record. It comes from a file, so entries may be missing.
+        b: The second record.
+
+    Returns:
+        Both versions of each package, Python, CUDA, GPU list and commit that differs.
+    """
     return pairs(_versions(a), _versions(b))
 
 
 def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
-    """The keys under which `a` and `b` differ, with both values; None where one of them has no such key."""
+    """Returns both values for each key that differs. A missing key has the value None."""
+    # A list and not a set, so that the order of rows is the order of keys.
     return {
         k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)
     }
 
 
 def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
-    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference. No leaf of a graph is
-    null: there None says that a graph does not have it."""
+    """Formats differences as tables, for `fp8cfg diff`.
+
+    Args:
+        name_a: Name of the first side.
+        name_b: Name of the second side.
+        parts: The differences by title, such as "key" or "package".
+
+    Returns:
+        Both names and a table per title, or "no difference".
+    """
     if not any(parts.values()):
         return "no difference"
     names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
@@ -41,6 +58,8 @@ def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
 
 
 def _table(title: str, found: Pairs) -> str:
+    """Formats one table, or one block per key if the terminal is too narrow."""
+    # No leaf of a graph is null. So None means that the graph does not have this leaf.
     rows = [
         [key, *("-" if title == "leaf" and v is None else shown(v) for v in both)]
         for key, both in found.items()
@@ -60,6 +79,8 @@ def _table(title: str, found: Pairs) -> str:
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Flattens the entries of an environment record that `versions` compares."""
+    # A damaged or old file may have no mapping here.
     packages, code = (
         {**found} if isinstance(found := environment.get(k), dict) else {}
         for k in ("packages", "code")

@@ -116,6 +116,7 @@ def example(key: str) -> str | None:
 
 def _other_choices(schema: dict[str, Any]) -> list[str]:
     """Returns the choices of a key except its default, in their order."""
+    # pydantic writes an optional choice as anyOf, with {"type": "null"} as one alternative.
     choices: list[Any] = []
     for kind in schema.get("anyOf", [schema]):
         choices += [True, False] if kind.get("type") == "boolean" else kind.get("enum", [])

@@ -1,4 +1,4 @@
-"""Explanation of a key: type, default, meaning, effect under a recipe, and every layer that set it; as text and as data."""
+"""Explanation of a key: type, default, meaning, effect under a recipe, and the layers that set it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,34 @@ _INERT, _LATER = ": has no effect", "not in this version"
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
-    """What the full `key` does under `recipe`, of which the user wrote the keys `written`, in one line."""
+    """Describes the effect of a key under a recipe, in one line.
+
+    The check rules know which keys are unused. So the effect is found by trial: the key gets other
+    values, and the rules report on each.
+
+    Args:
+        recipe: The recipe.
+        key: Full name of the key.
+        written: Short names of the keys that the user set.
+
+    Returns:
+        "takes effect", "no effect ..." with the reason, the resolved value of "auto" or null, or the
+        rule that the value breaks.
+    """
     found = [each for each in violations(recipe, written=written) if _about(each, key)]
     if found:
         return f"refused: {found[0]}"
     value = flat(recipe)[key]
-    if value != flat(Recipe())[key]:  # what did nothing would be refused, if the user wrote it
+    # A value other than the default: ask what the rules would say if the user had written it.
+    if value != flat(Recipe())[key]:
         tacit = _answer(recipe, key, value) or ""
         return _none(tacit) if _INERT in tacit else "takes effect"
+    # At the default: the key is unused if each other value would be unused too.
     others, complete = _others(key_schema(key), value)
     answers = [line for other in others if (line := _answer(recipe, key, other)) is not None]
     if answers and all(_INERT in line for line in answers):
         return _none(answers[0])
+    # An empty answer means that the rules accept this value.
     if _resolved(recipe, key) or not all(answers) or not complete:
         return _resolved(recipe, key) or "takes effect"
     reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
@@ -56,8 +72,9 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
 
 
 def _ranks(recipe: Recipe) -> int:
-    """The ranks that hold the same parameters where the recipe is meant to run."""
+    """Returns the number of data-parallel ranks that the recipe is meant for."""
     t = recipe.trainer
+    # Context-parallel ranks are included: they have the same parameters.
     return max(
         1,
         t.num_nodes
@@ -67,12 +84,17 @@ def _ranks(recipe: Recipe) -> int:
 
 
 def _none(line: str) -> str:
+    """Converts the message of a rule on an unused key to "no effect" with the reason."""
+    # Nobody set the key, so the advice to remove it would be wrong.
     return "no effect" + line.partition(_INERT)[2].replace("; remove it or ", "; ")
 
 
 def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
-    """The line about `key` once it is changed to `value`, that it does nothing before others: an empty one where there is
-    none, None where the schema refuses the value."""
+    """Returns the message of the rules if a user set `key` to `value`.
+
+    A message that the key has no effect comes first. "" means that no rule is broken, None that the
+    schema rejects the value.
+    """
     try:
         other = assigned(recipe, {key: value})
     except ConfigError:
@@ -83,11 +105,16 @@ def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
 
 
 def _about(violation: Violation, key: str) -> bool:
+    """Returns whether a violation is about the full `key`."""
     return violation.setting.partition("=")[0] == short(key)
 
 
 def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
-    """Other values than `value` that a key could have, and whether they are all; some may be out of its bounds."""
+    """Returns sample values of a key other than `value`, and whether these are all.
+
+    Some may be out of bounds: `_answer` returns None for them.
+    """
+    # null is left out: it usually means "choose for me" and is no setting to test.
     if "anyOf" in schema:
         found = [_others(one, value) for one in schema["anyOf"] if one != {"type": "null"}]
         return [v for values, _ in found for v in values], all(complete for _, complete in found)
@@ -95,6 +122,7 @@ def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
         return [v for v in schema["enum"] if v != value], True
     if schema["type"] == "boolean":
         return [not value], True
+    # Keys have different constraints (divisors, powers of two). One of three values should fit.
     if schema["type"] in ("integer", "number"):
         base = value or 1
         return [base * 2, base + 1, base / 2], False
@@ -102,7 +130,7 @@ def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
 
 
 def _resolved(recipe: Recipe, key: str) -> str:
-    """What a value that leaves the choice open comes to, or an empty string."""
+    """Returns the value that "auto" or null resolves to, as text. "" for other values."""
     columns = {
         f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()
     }
@@ -142,7 +170,11 @@ _BOUNDS = {
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """The type of a key's JSON Schema in words, with its bounds or choices."""
+    """Describes a key's type in words, with bounds or choices.
+
+    Args:
+        schema: JSON Schema of the key.
+    """
     if "anyOf" in schema:
         return " or ".join(map(kind, schema["anyOf"]))
     if "enum" in schema:
@@ -160,8 +192,16 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def path(file: Path) -> str:
-    """`file` below the working directory or, where it is shipped, by its name in the repository; else as it is."""
-    from fp8cfg.schema.safe_files import CONF  # inside: `list` prints no place, and is quick
+    """Shortens a path for output.
+
+    Args:
+        file: Absolute path.
+
+    Returns:
+        The path relative to the working directory, or to the package for shipped files. Other paths
+        are unchanged.
+    """
+    from fp8cfg.schema.safe_files import CONF
 
     if file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
@@ -170,7 +210,7 @@ def path(file: Path) -> str:
 
 
 _VALUE = 24
-"""Columns of values that stand beside something else."""
+"""Maximum width of the column of values, in characters."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +296,14 @@ def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
 
 
 def known(key: str) -> str:
-    """The full name of `key`. Raises ConfigError, with the nearest name, where there is no such key."""
+    """Returns the full name of a key.
+
+    Args:
+        key: Short or full name of a key or node.
+
+    Raises:
+        ConfigError: No such key. The message suggests the nearest name.
+    """
     if key == "recipe":
         raise ConfigError(
             "recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"
@@ -267,7 +314,12 @@ def known(key: str) -> str:
 
 
 def explained(settled: ResolvedRecipe, key: str) -> Explanation:
-    """Explanation of the full `key` under a composed recipe."""
+    """Explains a key under a composed recipe.
+
+    Args:
+        settled: The recipe with its layers.
+        key: Full name of a key or node.
+    """
     if is_node(key):
         values = {short(k): v for k, v in flat(settled.recipe).items() if k.startswith(f"{key}.")}
         return Explanation(short(key), key, values, _line(fields()[key].description), {}, "", ())
@@ -279,13 +331,13 @@ def explained(settled: ResolvedRecipe, key: str) -> Explanation:
 
 
 def _from_object(recipe: Recipe) -> ResolvedRecipe:
-    """The layers of a recipe of which only its values are known."""
+    """Wraps a Recipe object in layers. Set values and values other than defaults are the user's."""
     layer = Layer(Source.ASSIGNED, Location(), stated_values(recipe), Rank.USER)
     return ResolvedRecipe(recipe, (default_layer(), layer))
 
 
 def _key_text(e: Explanation) -> str:
-    """The last layer, which is the value, is marked."""
+    """Formats the explanation of a key. An arrow marks the layer that won."""
     lines = [
         wrapped(f"{e.key} = {shown(e.value)}", more="    "),
         wrapped(e.description, "  ", "  "),
@@ -298,6 +350,7 @@ def _key_text(e: Explanation) -> str:
     width = min(_VALUE, max(map(len, values)))
     for layer, value in zip(e.layers, values, strict=True):
         mark, where = "  ->" if layer is e.layers[-1] else "    ", source_text(layer, e.full_name)
+        # A long value gets its own line, so that the column of sources stays aligned.
         if len(value) <= width:
             lines.append(wrapped(f"{value:{width}}  {where}", f"{mark} ", " " * (width + 7)))
         else:
@@ -306,7 +359,7 @@ def _key_text(e: Explanation) -> str:
 
 
 def _facts(e: Explanation) -> dict[str, str]:
-    """Type, effect, example and full name of a key."""
+    """Returns type, effect, example and full name of a key, by label."""
     facts = {
         "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
         "effect": e.effect,
@@ -320,7 +373,7 @@ def _facts(e: Explanation) -> dict[str, str]:
 
 
 def _node_text(e: Explanation) -> str:
-    """A line for each key of a node: its value, and what it means as far as there is room."""
+    """Formats a table of a node's keys with values and meanings. Meanings are cut to the width."""
     rows = list[list[str]]()
     for name in fields()[e.full_name].annotation.model_fields:
         inner = f"{e.full_name}.{name}"
@@ -338,15 +391,25 @@ def _node_text(e: Explanation) -> str:
 
 
 def _line(text: str) -> str:
+    """Joins lines and collapses white space."""
     return " ".join(text.split())
 
 
 def _short(value: str) -> str:
+    """Cuts a value to 16 characters."""
     return value if len(value) <= 16 else f"{value[:13]}..."
 
 
 def source_text(layer: Layer, key: str) -> str:
-    """Returns where the value of the full `key` comes from, in one line."""
+    """Describes the source of a value, in one line.
+
+    Args:
+        layer: The layer that set the value.
+        key: Full name of the key.
+
+    Returns:
+        Text such as "command line: fp8.margin=1" or a file with a line number.
+    """
     location = layer.location
     if layer.source is Source.CONFLICT:
         return f"changed to fit {shown(location.text)}"
@@ -360,6 +423,7 @@ def source_text(layer: Layer, key: str) -> str:
         return str(layer.source.value)
     else:
         text = _shown_location(location, key)
+        # The file sets the group, and the value is a default of its class.
         if location.line(key) is None:
             text += " does not have it"
     if layer.chosen_by is None:
@@ -368,7 +432,7 @@ def source_text(layer: Layer, key: str) -> str:
 
 
 def _shown_location(location: Location, key: str) -> str:
-    """A file with the line of the full `key`, or an argument."""
+    """Returns a file with the line of the full `key`, or the text of an argument."""
     if location.file is None:
         return shown(location.text)
     line = location.line(key)
@@ -376,6 +440,7 @@ def _shown_location(location: Location, key: str) -> str:
 
 
 def _layer_data(layer: Layer, key: str) -> dict[str, Any]:
+    """Returns one layer as plain data, for --json."""
     return {
         "layer": layer.source.value,
         "value": layer.values[key],
@@ -385,7 +450,7 @@ def _layer_data(layer: Layer, key: str) -> dict[str, Any]:
 
 
 def _location_data(location: Location | None, key: str) -> dict[str, Any] | None:
-    """File, line and text, as far as they are known."""
+    """Returns file, line and text of a location without unknown entries. None if all are unknown."""
     if location is None:
         return None
     data = {

@@ -1,4 +1,7 @@
-"""Recipe export: YAML, JSON or Python, as values on top of shipped recipes and presets, or whole."""
+"""Recipe export as YAML, JSON or Python, and JSON Schema of recipe files.
+
+An export has all keys, or only the differences from shipped recipes and presets.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,13 @@ _RUN = (
 
 @dataclass(frozen=True)
 class Deltas:
-    """A recipe as a shipped recipe, shipped presets (by group), and the values that differ, by their full keys."""
+    """A recipe as differences from shipped ones.
+
+    Attributes:
+        recipe: Name of the shipped recipe.
+        presets: Names of shipped presets by group.
+        values: Values that differ, by full key.
+    """
 
     recipe: str
     presets: dict[str, str]
@@ -42,30 +51,43 @@ class Deltas:
 def deltas(
     recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(REPLACING_GROUPS)
 ) -> Deltas:
-    """`recipe` on top of what `named` says, where it does; else on what is nearest. Presets are taken for `groups` alone."""
+    """Expresses a recipe as a shipped recipe, presets and differences.
+
+    Args:
+        recipe: The recipe.
+        named: Shipped recipe and presets that the user chose, by group. They are kept. For other
+            groups the nearest shipped one is used.
+        groups: Groups that may have a preset in the result.
+    """
     want, presets, makers = flat(recipe), dict[str, str](), recipe_registry.recipes()
     names = [named["recipe"]] if "recipe" in named else makers
     base, values = _nearest({name: flat(makers[name]()) for name in names}, want)
     for group in groups:
         name, node = _nearest(_shipped(group, named.get(group)), want)
+        # A preset that nobody chose must reduce the differences.
         nearer = _apart(node, want) < _apart({key: values[key] for key in node}, want)
         if (group in named or nearer) and (
             group == "precision" or node.items() <= want.items()
-        ):  # `data`: a name or keys
+        ):  # a file has either a preset's name or keys for `data`, so all keys must match
             presets[group] = name
             values |= node
     return Deltas(base, presets, {key: want[key] for key in _differing(want, values)})
 
 
 def _nearest(tables: dict[str, dict[str, Any]], want: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the table that is the least apart from what is wanted; the first by name of several."""
+    """Returns the name and the values of the nearest table."""
+    # Ties go to the first name, so that exports are the same in each run.
     name = min(tables, key=lambda name: (_apart(tables[name], want), name))
     return name, tables[name]
 
 
 def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
-    """Whether `values` scale otherwise, or without FP8, whether they compute in another dtype, how many columns they store
-    otherwise, and how many of them are not wanted."""
+    """Returns a distance that sorts by importance.
+
+    Returns:
+        Whether FP8 or its scaling differs, whether the compute dtype differs, the number of storage
+        keys that differ, and the number of all keys that differ.
+    """
     keys = _differing(values, want)
     columns = sum(k.startswith(f"{PLUGIN}.storage.") for k in keys)
     return not _SCALING.isdisjoint(keys), _COMPUTE in keys, columns, len(keys)
@@ -86,12 +108,12 @@ def nearest_preset(values: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 @functools.cache
 def _precisions() -> dict[str, dict[str, Any]]:
-    """The tables of all shipped precision presets."""
+    """Returns the values of all shipped precision presets."""
     return _shipped("precision", None)
 
 
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
-    """The tables of the shipped presets of `group`, or of one of them."""
+    """Returns the values of a group's shipped presets by name and full key. `only` selects one."""
     (cls, home), library = REPLACING_GROUPS[group], Library()
     return {
         name: flat(cls(**node(group, name, library)), home)
@@ -100,8 +122,14 @@ def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
 
 
 def as_data(recipe: Recipe, named: Mapping[str, str]) -> dict[str, Any]:
-    """The deltas of `recipe` as a recipe's YAML file has them."""
+    """Returns the differences of a recipe as the data of a YAML file.
+
+    Args:
+        recipe: The recipe.
+        named: See `deltas`.
+    """
     found = deltas(recipe, named)
+    # If `precision` is a preset's name in the file, keys in it need their full names.
     keys = {
         k: k if short(k).startswith("precision.") and "precision" in found.presets else short(k)
         for k in found.values
@@ -111,41 +139,52 @@ def as_data(recipe: Recipe, named: Mapping[str, str]) -> dict[str, Any]:
 
 
 def yaml_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
-    """YAML that `fp8cfg FILE.yaml` reads back equal."""
+    """Returns YAML that composes the same recipe.
+
+    Args:
+        recipe: The recipe.
+        named: See `deltas`.
+        full: Whether to write all keys, not only the differences.
+    """
     return to_yaml(recipe) if full else f"# {_HEAD}.\n" + dump_yaml(as_data(recipe, named))
 
 
 def json_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
-    """The same data as `yaml_text`, as JSON."""
+    """Returns the data of `yaml_text` as JSON. Arguments as there."""
     text = (
         json.dumps(listed(recipe) if full else as_data(recipe, named), indent=1, ensure_ascii=False)
         + "\n"
     )
-    return text.encode("utf-8", "backslashreplace").decode(
-        "utf-8"
-    )  # a path may hold what is no character
+    # A path with bytes that are not UTF-8 has surrogates, which a UTF-8 file cannot have.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def python_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
-    """A script whose `recipe` equals `recipe`, and which trains it where it is run."""
+    """Returns a Python script that builds the same recipe and trains it.
+
+    Args:
+        recipe: The recipe.
+        named: See `deltas`.
+        full: Whether to write all keys, not only the differences.
+    """
     head = f'"""{_HEAD}. Edit the recipe; run this file to train it."""\n\nimport fp8cfg\n'
     if full:
         return f"{head}\nrecipe = {_call(recipe)}\n\n{_RUN}"
     found = deltas(recipe, named, ("precision",))
     make = recipe_registry.recipes()[found.recipe]
+    # Shipped recipes are imported from the public package, others from their own module.
     module = "fp8cfg.recipes" if make.__module__.startswith("fp8cfg.recipes.") else make.__module__
     lines = [f"recipe = {found.recipe}()"]
     if "precision" in found.presets:
-        functions = {
-            stem: name for name, stem in reversed(FUNCTIONS.items())
-        }  # the first name of each
+        # Several functions can return one preset. Reversed, so that the first name wins.
+        functions = {stem: name for name, stem in reversed(FUNCTIONS.items())}
         lines.append(f"recipe.precision = fp8cfg.{functions[found.presets['precision']]}()")
     lines += [f"recipe.{short(key)} = {value!r}" for key, value in found.values.items()]
     return "\n".join([f"{head}from {module} import {found.recipe}\n", *lines, "", _RUN])
 
 
 def _call(node: Node, indent: str = "") -> str:
-    """The constructor call that makes `node`, a line for each key."""
+    """Returns the constructor call of a node, with one line per key."""
     inner = indent + "    "
     values = {name: getattr(node, name) for name in type(node).model_fields}
     lines = [
@@ -156,6 +195,7 @@ def _call(node: Node, indent: str = "") -> str:
 
 
 def _differing(values: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of `values` with another value in `base`."""
     return [key for key, value in values.items() if value != base[key]]
 
 
@@ -167,14 +207,18 @@ _DEFAULTS = (
 
 
 class _Generator(GenerateJsonSchema):
-    """Without a title for each key, which would repeat its name."""
+    """Schema generator without titles: pydantic derives them from the keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def recipe_schema(library: Library) -> dict[str, Any]:
-    """The schema of a recipe's YAML file; names are those that `library` can choose."""
+    """Returns the JSON Schema of a recipe's YAML file, for editors.
+
+    Args:
+        library: Config groups. Their names are the choices in the schema.
+    """
     schema = _any_case(_of(Recipe))
     parts = schema["$defs"]
     given = {
@@ -183,6 +227,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
     names: dict[str, Any] = {
         group: {"anyOf": [*forms, {"type": "null"}]} for group, forms in given.items()
     }
+    # NeMo has trainer.plugins as a name or as a node, and so may a file here.
     plugins = parts["Trainer"]["properties"]["plugins"]
     plugins["anyOf"] = [*given["precision"], {"$ref": plugins.pop("$ref")}]
     full = schema.pop("properties")
@@ -202,6 +247,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
         }
         for group in MERGING_GROUPS
     }
+    # Short names such as `fp8` may be at the top of a file instead of their full path.
     own |= {alias: _any_case(key_schema(key)) for alias, key in ALIASES.items() if alias not in own}
     rest = {key: value for key, value in full.items() if key not in own}
     chosen = names | {
@@ -209,6 +255,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
         for group in library.groups()
         if group not in names
     }
+    # Hydra's defaults list: "group: name", with "override" or "optional" and an "@package".
     entry = {
         "type": "object",
         "additionalProperties": False,
@@ -235,7 +282,11 @@ def recipe_schema(library: Library) -> dict[str, Any]:
 
 
 def preset_schema(group: str) -> dict[str, Any]:
-    """The schema of a preset's YAML file: "precision" or "data"; of a task, which has keys of the whole recipe, "task"."""
+    """Returns the JSON Schema of a preset's YAML file.
+
+    Args:
+        group: "precision", "data" or "task". A task can have keys of the whole recipe.
+    """
     if group in MERGING_GROUPS:
         schema = recipe_schema(Library())
         keys = {
@@ -252,14 +303,21 @@ def preset_schema(group: str) -> dict[str, Any]:
 
 
 def key_schema(key: str) -> dict[str, Any]:
-    """The schema of one key by its full name: type, bounds or choices, default and meaning; of a node, a reference."""
+    """Returns the JSON Schema of one key: type, bounds or choices, default and description.
+
+    Args:
+        key: Full name of the key. For a node, the schema is a reference.
+    """
     cls, leaf = owner(key)
     found: dict[str, Any] = _of(cls)["properties"][leaf]
     return found
 
 
 def _dotted() -> dict[str, Any]:
-    """Keys by their dotted names, short and full, which a file may have at its top. As patterns, which editors do not offer."""
+    """Returns schemas of dotted names such as fp8.margin, which a file may have at its top.
+
+    They are patterns and not properties, so that editors accept them but do not offer them.
+    """
     found = {}
     for key in fields():
         cls, leaf = owner(key)
@@ -278,7 +336,10 @@ def _dotted() -> dict[str, Any]:
 
 
 def _any_case(schema: Any) -> Any:
-    """A copy in which options are in any case, as they are read; the options themselves are what editors offer."""
+    """Returns a copy of a schema that accepts choices in any case.
+
+    The plain choices stay first in each `anyOf`, because editors offer them.
+    """
     if isinstance(schema, list):
         return [_any_case(one) for one in schema]
     if not isinstance(schema, dict):
@@ -287,7 +348,7 @@ def _any_case(schema: Any) -> Any:
     if "enum" not in schema:
         return copy
     forms = [{"enum": schema["enum"]}, _spelled(schema["enum"])]
-    if {"on", "off"} <= {*schema["enum"]}:  # YAML's true and false are those too
+    if {"on", "off"} <= {*schema["enum"]}:  # YAML 1.1 reads on and off as booleans
         return {
             **{k: v for k, v in copy.items() if k != "type"},
             "anyOf": [*forms, {"type": "boolean"}],
@@ -296,13 +357,15 @@ def _any_case(schema: Any) -> Any:
 
 
 def _named(names: list[str], group: str) -> list[dict[str, Any]]:
-    """The forms of a preset's name: in its own spelling, and for precision in any case, with '-' or '_'."""
+    """Returns schemas for the names of a group: as they are, and for precision in any case."""
+    # Precision also accepts "-" for "_", as in NeMo and Megatron Bridge.
     lower = [name for name in names if name == name.lower() and "-" not in name]
     return [{"enum": names}, *([_spelled(lower, {"_": "[-_]"})] if group == "precision" else [])]
 
 
 def _spelled(words: list[str], signs: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Any of `words` in any case, and each of `signs` as the pattern that it is given there; JSON Schema has no flag for it."""
+    """Returns a schema for words in any case. `signs` maps a character to its pattern."""
+    # JSON Schema patterns have no flag to ignore case, so each letter becomes a class.
     letters = (
         "".join(signs.get(c, f"[{c.upper()}{c.lower()}]" if c.isalpha() else c) for c in word)
         for word in words
@@ -311,16 +374,18 @@ def _spelled(words: list[str], signs: Mapping[str, str] = MappingProxyType({})) 
 
 
 def _of(cls: type[Node]) -> dict[str, Any]:
+    """Returns the JSON Schema of a class. The caller may change it."""
     return _in_lines(_generated(cls))  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _generated(cls: type[Node]) -> dict[str, Any]:
+    """Returns the JSON Schema of a class. Cached, so do not change it."""
     return cls.model_json_schema(schema_generator=_Generator)
 
 
 def _in_lines(schema: Any) -> Any:
-    """A copy with each description in one line."""
+    """Returns a copy with each description in one line."""
     if isinstance(schema, dict):
         return {
             k: _line(v) if k == "description" and isinstance(v, str) else _in_lines(v)
@@ -330,11 +395,12 @@ def _in_lines(schema: Any) -> Any:
 
 
 def _line(text: str) -> str:
+    """Joins lines and collapses white space."""
     return " ".join(text.split())
 
 
 def _names(library: Library, group: str) -> list[str]:
-    """What can be written for `group`: its choices, and for precision NeMo's names in both of their spellings."""
+    """Returns the accepted names of a group. For precision they include NeMo's names."""
     choices = [name for name in library.choices(group) if NAME.fullmatch(name)]
     functions = (
         {*FUNCTIONS, *(name.replace("_", "-") for name in FUNCTIONS)}

@@ -33,6 +33,7 @@ def commented_yaml(recipe: Recipe, named: Mapping[str, str], file: str) -> str:
         named: The chosen recipe and preset by group, as far as shipped ones were chosen.
         file: Name of the file, for the commands in its head.
     """
+    # Only precision is written as a preset: the file shows the keys of all other groups.
     found = deltas(recipe, named, ("precision",))
     choices = {"recipe": found.recipe, **found.presets}
     idle = _idle_keys(recipe) - found.values.keys()
@@ -82,6 +83,7 @@ def _head(file: str) -> list[str]:
 
 def _idle_keys(recipe: Recipe) -> set[str]:
     """Returns the full keys that a user must not set under this recipe, at the values they have."""
+    # With all keys marked as written, the rules report each one that has no effect.
     refused = violations(recipe, written=short_keys())
     return {full(violation.setting.partition("=")[0]) for violation in refused} & fields().keys()
 
@@ -105,6 +107,7 @@ def _with_help(text: str, about: str) -> str:
 def _section(key: str) -> str:
     """Returns the node of a key in the file: model, trainer, fp8, ..."""
     name = short(key)
+    # A short name without a dot, such as `compute`, is a key of the preset's own node.
     if key.startswith(f"{PLUGIN}.") and "." not in name:
         return "precision"
     return name.rpartition(".")[0].partition(".")[0]

@@ -31,6 +31,7 @@ def header(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
         hardware: The device of this rank.
         choice: The backend.
     """
+    # Pipeline stages have different sizes. The header shows the rank with the most memory.
     part = widest_part(recipe, hardware.device, sharding.ranks(), choice.backend)
     columns = remarks.chart_row(recipe, part.state)
     memory = sum(plan_memory(recipe, hardware.device, part, choice.backend).values())
@@ -51,7 +52,12 @@ def header(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
 
 
 def short_header(recipe: Recipe, choice: Choice) -> str:
-    """Returns the line of a resumed run, and of a job of a sweep."""
+    """Returns the one-line header of a resumed run or of a job in a sweep.
+
+    Args:
+        recipe: The recipe, as it runs here.
+        choice: The backend.
+    """
     fp8 = f" with {title(recipe.fp8.scaling)}" if recipe.fp8.enabled else ""
     ranks = sharding.ranks()
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -82,7 +88,7 @@ def planned_tables(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
 
 
 def _size(recipe: Recipe) -> str:
-    """The size of the model and of the run."""
+    """Formats the number of parameters and of training tokens."""
     parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
     trainer = recipe.trainer
     return (
@@ -92,11 +98,12 @@ def _size(recipe: Recipe) -> str:
 
 
 def _precision(recipe: Recipe) -> str:
-    """The compute dtype, the scaling, and the keys with an effect."""
+    """Formats the compute dtype, the scaling, and the keys with an effect."""
     precision = recipe.precision
     parts: list[str] = [precision.compute]
     if recipe.fp8.enabled:
         keys = _fp8_keys(recipe)
+        # The text already has these three in words.
         del keys["enabled"], keys["scaling"], keys["format"]
         values = " ".join(f"{key}={shown(value)}" for key, value in keys.items())
         parts.append(f"{title(recipe.fp8.scaling)} {recipe.fp8.format}, {values}")
@@ -105,7 +112,7 @@ def _precision(recipe: Recipe) -> str:
 
 
 def _precision_nodes(recipe: Recipe) -> list[str]:
-    """The composed precision as YAML: what is set, and what it resolves to."""
+    """Returns the composed precision as lines of YAML, with auto resolved."""
     import yaml
 
     from fp8cfg.schema.storage import resolved
@@ -124,20 +131,23 @@ def _precision_nodes(recipe: Recipe) -> list[str]:
 
 
 def _loss_scaling(recipe: Recipe) -> dict[str, Any]:
-    """The keys of the loss scale with an effect. Empty without one."""
+    """Returns the keys with an effect on the loss scale. Empty without loss scaling."""
     precision = recipe.precision
+    # Only fp16 needs it: bf16 has the exponent range of fp32.
     if precision.compute != "fp16":
         return {}
     names = ["loss_scale"]
+    # A fixed scale makes the keys of the dynamic one unused.
     if precision.loss_scale is None:
         names = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
     return {name: getattr(precision, name) for name in names}
 
 
 def _fp8_keys(recipe: Recipe) -> dict[str, Any]:
-    """The keys of the fp8 node with an effect: the leading ones, and those that differ from defaults."""
+    """Returns the main keys of the fp8 node and all that differ from their defaults."""
     fp8 = recipe.fp8
     names = ["enabled", "scaling", "format"]
+    # These keys only affect scalings with an amax history (delayed).
     if SCALINGS[fp8.scaling].history:
         names += ["margin", "amax_history_len", "amax_compute_algo"]
     names.append("params")
@@ -147,7 +157,7 @@ def _fp8_keys(recipe: Recipe) -> dict[str, Any]:
 
 
 def _ranks(recipe: Recipe) -> str:
-    """The ranks here, their layout and microbatches, and the GPUs that the recipe is meant for."""
+    """Formats the ranks, their layout and microbatches, and the GPUs that the recipe asks for."""
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     here = sharding.ranks()
     count = "1 rank" if here == 1 else f"{here} ranks"
@@ -159,6 +169,7 @@ def _ranks(recipe: Recipe) -> str:
         }
         split = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
         count += f" = {split} x data {here // strategy.size}"
+    # Data-parallel ranks split the batch. Tensor, pipeline and context ranks share a microbatch.
     microbatches = trainer.global_batch_size / (trainer.micro_batch_size * (here // strategy.size))
     plural = "" if microbatches == 1 else "es"
     text = f"{count}, {microbatches:g} microbatch{plural} a step on each"

@@ -261,7 +261,7 @@ class RunFiles(FolderDescriptor):
         ) as file:
             try:
                 yield file
-                # Sync before the rename. Otherwise a power loss could leave an empty file as `name`.
+                # Sync before the rename. Otherwise a power loss could leave an empty file.
                 os.fsync(file.fileno())
                 self.rename(new, name)
             except BaseException:
