@@ -1,4 +1,4 @@
-"""Explanation of a key: type, default, meaning, effect under a recipe, and the layers that set it."""
+"""Explanation of a key: type, default, meaning, effect under a recipe, and its layers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
         written: Short names of the keys that the user set.
 
     Returns:
-        "takes effect", "no effect ..." with the reason, the resolved value of "auto" or null, or the
-        rule that the value breaks.
+        "takes effect", "no effect ..." with the reason, the resolved value of "auto" or null, or
+        the broken rule.
     """
     found = [each for each in violations(recipe, written=written) if _about(each, key)]
     if found:
@@ -450,7 +450,7 @@ def _layer_data(layer: Layer, key: str) -> dict[str, Any]:
 
 
 def _location_data(location: Location | None, key: str) -> dict[str, Any] | None:
-    """Returns file, line and text of a location without unknown entries. None if all are unknown."""
+    """Returns the known entries of a location: file, line and text. None if all are unknown."""
     if location is None:
         return None
     data = {

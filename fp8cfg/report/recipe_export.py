@@ -348,7 +348,7 @@ def _any_case(schema: Any) -> Any:
     if "enum" not in schema:
         return copy
     forms = [{"enum": schema["enum"]}, _spelled(schema["enum"])]
-    if {"on", "off"} <= {*schema["enum"]}:  # YAML 1.1 reads on and off as booleans
+    if {"on", "off"} <= {*schema["enum"]}:  # unquoted, they are booleans in YAML 1.1
         return {
             **{k: v for k, v in copy.items() if k != "type"},
             "anyOf": [*forms, {"type": "boolean"}],
@@ -358,7 +358,7 @@ def _any_case(schema: Any) -> Any:
 
 def _named(names: list[str], group: str) -> list[dict[str, Any]]:
     """Returns schemas for the names of a group: as they are, and for precision in any case."""
-    # Precision also accepts "-" for "_", as in NeMo and Megatron Bridge.
+    # NeMo and Lightning write hyphens in such names, Megatron Bridge underscores.
     lower = [name for name in names if name == name.lower() and "-" not in name]
     return [{"enum": names}, *([_spelled(lower, {"_": "[-_]"})] if group == "precision" else [])]
 

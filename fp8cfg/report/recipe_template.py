@@ -107,7 +107,7 @@ def _with_help(text: str, about: str) -> str:
 def _section(key: str) -> str:
     """Returns the node of a key in the file: model, trainer, fp8, ..."""
     name = short(key)
-    # A short name without a dot, such as `compute`, is a key of the preset's own node.
+    # `backend` and `opt_level` have short names without a dot, but belong to precision.
     if key.startswith(f"{PLUGIN}.") and "." not in name:
         return "precision"
     return name.rpartition(".")[0].partition(".")[0]
