@@ -1,1 +1,1 @@
-"""What users do with finished or several runs: lists, comparisons, report pages, parity, advice."""
+"""Studies of runs: lists, comparisons, report pages, parity of precisions, precision advice."""

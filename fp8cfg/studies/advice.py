@@ -1,4 +1,4 @@
-"""Advice on precision: which scaling a model can train in, and which layers must stay out of it.
+"""Precision advice: a scaling for a model, and the layers to keep in high precision.
 
     advice = fp8cfg.advise(recipe)                      # trains a short run in bf16
     print(advice); recipe = advice.recipe
@@ -6,8 +6,13 @@
     advice = fp8cfg.advise_model(model, train_step)     # your model and training loop
     fp8 = fp8cfg.convert_model(model, advice.recipe)
 
-The operands of every linear layer are quantized on the side (operand_probe.py, operand_errors.py).
-advice_rules.py turns their errors into overrides.
+Both functions train a few steps without FP8 and share the rest:
+
+    list_choices     advice_scalings.py: the scalings of the hardware, with their planned coverage
+    OperandProbe     operand_probe.py: measures each GEMM under each scaling while the model trains
+    layer_errors     advice_rules.py: the typical error of each GEMM
+    find_remedy      advice_rules.py: the overrides that make a scaling healthy
+    choose_remedy    advice_rules.py: the scaling to train with
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
 
 STEPS = 20
+"""Default number of optimizer steps."""
 EVERY = 5
+"""Default distance of measured steps."""
 Say = Callable[[str], None]
 Layers = dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]
 """Modules by name, with the function that returns their weight as [out, in]."""
@@ -69,18 +76,18 @@ def advise(
     config_dir: str | Path | None = None,
     say: Say = lambda _: None,
 ) -> Advice:
-    """Trains a recipe for a few steps without FP8, and advises on its precision.
+    """Trains a recipe for a few steps without FP8 and advises on its precision.
 
-    The steps are those of a run in the high precision, with the same losses. No run folder is
-    written. All ranks call it.
+    The losses equal the first losses of a run in high precision. No run folder is written. All
+    ranks must call it.
 
     Args:
-        recipe: The recipe. If it has FP8, the advice is about its scaling. Otherwise the scaling is
-            advised too.
+        recipe: The recipe. If it has FP8, the advice keeps its scaling. Otherwise the advice
+            includes a scaling.
         steps: Optimizer steps.
-        every: Measure every so many steps, and the last one.
-        gpu: Name of a GPU, as in `fp8cfg plan`. Only scalings that it supports are measured. By
-            default those of this machine; a CPU emulates all.
+        every: Distance of measured steps. The last step is measured too.
+        gpu: Name of a GPU, as in `fp8cfg plan`. Only its supported scalings are measured. Defaults
+            to this machine. A CPU emulates all scalings.
         config_dir: Folder with your own presets.
         say: Called with a line for each measured step, on the first rank.
 
@@ -108,6 +115,7 @@ def advise(
     hardware, where = _find_hardware(gpu, recipe.trainer.accelerator)
     subject = _Subject(recipe.name, recipe, compose, cover, hardware, where)
     choices, unsupported = _choices(subject)
+    # Without FP8: otherwise errors of one layer would change the operands of all later layers.
     baseline = compose([f"precision={recipe.precision.compute}"] if recipe.fp8.enabled else [])
     baseline.trainer.compile = "off"  # the hooks need eager passes
     torch.manual_seed(baseline.trainer.seed)
@@ -121,6 +129,7 @@ def advise(
             with probe.step(is_measured):
                 loss = train_step(job, batches, step, world).wait().loss
             if not math.isfinite(loss):
+                # Trouble without FP8. Advice on operands of a diverging run would mislead.
                 compute = baseline.precision.compute
                 raise Diverged(f"step {step + 1}: the loss is {loss} in {compute}, without FP8")
             if world.first and is_measured:
@@ -144,8 +153,8 @@ def advise_model(
         model: The model, not compiled and not converted.
         train_step: Runs one optimizer step of your training loop: forward pass, backward pass and
             optimizer.
-        recipe: What `convert_model` takes: a Recipe, a Precision or the name of a preset, to advise
-            on its scaling. None advises on the scaling too.
+        recipe: A Recipe, a Precision or the name of a preset, as for `convert_model`. The advice
+            keeps its scaling. With None, the advice includes a scaling.
         steps: See `advise`.
         every: See `advise`.
         gpu: See `advise`. Defaults to the device of the model.
@@ -173,11 +182,14 @@ def advise_model(
         changed = resolved.recipe
         changed.fp8 = {"params": False}  # conversion leaves the weights as they are
         if not layer_lists(model):
+            # A model without a list of layers has no first and last layers. A preset with these
+            # keys would be rejected.
             changed.fp8 = {"high_precision_at_start": 0, "high_precision_at_end": 0}
         return changed
 
     def cover(changed: Recipe) -> Coverage:
         fp8 = convert.checked(changed, model).fp8
+        # The limits of the native backend, because the errors are measured with its numerics.
         plan = plan_model(model, fp8, registry.rules(registry.REFERENCE).misfit)
         return coverage_of_layers(plan, beside(model), fp8)
 
@@ -196,14 +208,14 @@ def advise_model(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What the advice is about.
+    """A recipe or a custom model under study.
 
     Attributes:
         name: Name of the recipe or of the model's class.
         recipe: The recipe.
-        compose: Adds overrides to it, or to another recipe.
+        compose: Adds overrides to this recipe or to another one.
         cover: Plans the coverage of a recipe.
-        hardware: Decides which scalings are supported.
+        hardware: The target hardware. It limits the scalings.
         where: The hardware in words.
         is_custom: Whether it is a custom model.
     """
@@ -240,6 +252,7 @@ def _advise(
     errors = _of_all_ranks(errors, world)
     measured = {error.layer for error in errors}
     for layer in probe.layers:
+        # All probed layers at first. Layers with measurements are removed below.
         unmeasured = {layer: "it did not run in the measured steps", **unmeasured}
     # With pipeline stages another rank may have measured a layer.
     unmeasured = {name: why for name, why in unmeasured.items() if name not in measured}
@@ -279,7 +292,10 @@ def _advise(
 
 
 def _of_all_ranks(errors: list[LayerError], world: World) -> list[LayerError]:
-    """Returns the larger error of each GEMM over the ranks. A pipeline stage has some layers."""
+    """Returns the largest error of each GEMM over all ranks. A collective call.
+
+    Ranks see different data. With pipeline parallelism they have different layers too.
+    """
     if world.size == 1:
         return errors
     worst: dict[tuple[str, str, str], LayerError] = {}
@@ -295,7 +311,8 @@ def _of_all_ranks(errors: list[LayerError], world: World) -> list[LayerError]:
 def _choose(
     subject: _Subject, choices: Sequence[Choice], remedies: Sequence[Remedy]
 ) -> Remedy | None:
-    """Returns the remedy of the recipe's scaling, or of the best one."""
+    """Returns the remedy of the recipe's own scaling, or of the best scaling if it has no FP8."""
+    # Only the recipe's own scaling needs no overrides.
     for choice, remedy in zip(choices, remedies, strict=True):
         if subject.recipe.fp8.enabled and not choice.candidate.overrides:
             return remedy if remedy.recipe else None
@@ -306,7 +323,15 @@ def _choose(
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> tuple[Layers, dict[str, str]]:
-    """Returns the layers of `model` that a probe can measure, and reasons against the others."""
+    """Returns the layers that a probe can measure.
+
+    Args:
+        model: The model.
+        names: Planned linear layers by name.
+
+    Returns:
+        The layers, and a reason for each layer that cannot be measured.
+    """
     modules = dict(model.named_modules())
     layers: Layers = {}
     unmeasured = {}
@@ -319,6 +344,9 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> tuple[Layers, dict[st
         elif module is not None:
             unmeasured[name] = f"{type(module).__name__} is no linear layer before the conversion"
         else:
+            # The plan names layers after the conversion, such as the packed projection of
+            # nn.MultiheadAttention. Before it, only the parent exists. With pipeline stages both
+            # may be on another rank.
             parent = modules.get(name.rpartition(".")[0])
             if parent is not None:
                 reason = "becomes a linear layer in the conversion"
@@ -327,7 +355,8 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> tuple[Layers, dict[st
 
 
 def _names(choices: Sequence[Choice]) -> list[str]:
-    """Returns the layers that at least one scaling runs in FP8, and the output layers."""
+    """Returns the layers with FP8 under any scaling, and the output layers, in model order."""
+    # Scalings differ in their layers, because some presets keep the first and last ones in bf16.
     names = set()
     for choice in choices:
         for linear in choice.coverage.linears:
@@ -337,7 +366,9 @@ def _names(choices: Sequence[Choice]) -> list[str]:
 
 
 def _is_output(linear: PlannedLinear) -> bool:
-    """Whether it is the output layer, which stays in high precision by default."""
+    """Whether a layer computes the logits."""
+    # By default the output layer stays in high precision, with this reason. It is measured anyway:
+    # the table shows the effect of fp8.output_layer=true.
     return linear.output or linear.reason == "fp8.output_layer=false"
 
 
@@ -353,10 +384,11 @@ def _choices(subject: _Subject) -> tuple[list[Choice], dict[str, str]]:
 
 
 def _find_hardware(gpu: str | None, accelerator: str) -> tuple[Hardware, str]:
-    """Returns the hardware of the scalings, and its name in words."""
+    """Returns the target hardware, and its name in words."""
     if gpu is not None:
         entry = find_gpu(gpu)
-        # As in plan: a CUDA version with every scaling.
+        # The CUDA version of that machine is unknown. Like `fp8cfg plan`, this assumes a version
+        # with every scaling.
         return Hardware("cuda", entry.capability, BLOCK_CUDA), entry.name
     hardware = find_hardware(accelerator)
     if hardware.device == "cpu":
@@ -365,11 +397,13 @@ def _find_hardware(gpu: str | None, accelerator: str) -> tuple[Hardware, str]:
 
 
 def _is_measured(step: int, steps: int, every: int) -> bool:
+    """Whether to measure a step. Steps count from 1."""
+    # The last step has the longest amax history.
     return step % every == 0 or step == steps
 
 
 def _check_steps(steps: int, every: int) -> None:
-    """Raises ConfigError for counts that measure nothing."""
+    """Raises ConfigError for too few steps or an invalid distance."""
     problems = []
     if steps < 2:
         problems.append(f"steps={steps}: must be at least 2, delayed scaling needs a past step")

@@ -1,4 +1,4 @@
-"""Advice on precision: text, JSON and the YAML of a recipe."""
+"""Output of precision advice: text for a terminal, JSON, and YAML of the advised recipe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fp8cfg.schema.tables import table, wrapped
 from fp8cfg.studies.advice_rules import ALARM, LayerError, Remedy, group_of
 
 MAX_CAUSES = 12
-"""Layers that the text names. `data()` has all."""
+"""Most causes and reasons in the text. `Advice.data` has all of them."""
 MIN_SHARE = 0.5
-"""A smaller share of FLOPs in FP8 gains little."""
+"""Share of FLOPs in FP8 below which the text warns of little speedup."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Cost:
     """Time of the measurement.
 
     Attributes:
-        step: Seconds of a step that was not measured, the median. None if all were.
-        measured_step: Seconds of a measured step, the median.
+        step: Median seconds of steps without measurement. None if all steps were measured.
+        measured_step: Median seconds of measured steps.
     """
 
     step: float | None
@@ -33,24 +33,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on the precision of a model. `print` shows it.
+    """Precision advice for a model. Print it to see tables and overrides.
 
     Attributes:
         name: Name of the recipe or of the model's class.
-        recipe: The recipe to train with. Without FP8 if no layer should run in FP8.
-        overrides: The overrides that make it from the given recipe.
-        remedy: What the advised scaling needs. None if no layer should run in FP8.
-        remedies: The same for every measured scaling, from coarse to fine.
+        recipe: The recipe to train with. It has no FP8 if no layer is healthy in FP8.
+        overrides: Overrides from the given recipe to `recipe`.
+        remedy: Overrides of the advised scaling. None if no layer is healthy in FP8.
+        remedies: Overrides of every measured scaling, from coarse to fine scales.
         errors: Error of each GEMM of each layer under each scaling.
-        unsupported: Scalings that the hardware does not support, with the reason.
-        unmeasured: Layers that no step measured, with the reason.
-        hardware: Where the scalings are supported, such as "h100".
+        unsupported: Reason for each scaling without hardware support.
+        unmeasured: Reason for each layer without a measurement.
+        hardware: The target hardware, such as "h100".
         compute: The precision of the run, such as "bf16".
-        steps: Steps of the run.
+        steps: Number of trained steps.
         measured: The measured steps, from 1.
-        asked: Whether the given recipe names the scaling.
+        asked: Whether the given recipe chose the scaling.
         cost: Time of the measurement.
-        is_custom: Whether it is about a custom model, without a recipe's model and training.
+        is_custom: Whether the model is custom. Then the YAML has only precision keys.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Advice:
 
     @property
     def unhealthy(self) -> list[LayerError]:
-        """The GEMMs with a too large error, worst first."""
+        """The unhealthy GEMMs, worst first."""
         alarming = [error for error in self.errors if error.alarming]
         return sorted(alarming, key=lambda error: -error.ratio)
 
@@ -98,7 +98,7 @@ class Advice:
         }
 
     def yaml(self) -> str:
-        """Returns the advised recipe as YAML, with the figure for each override as a comment."""
+        """Returns the advised recipe as YAML. Comments explain each override."""
         lines = [
             f"# Advice of fp8cfg for {self.name}, from {self.steps} steps in {self.compute} on the"
             f" scalings of {self.hardware}."
@@ -112,9 +112,11 @@ class Advice:
                 lines.append(f"# {override.word}")
                 lines += [f"#   {reason}" for reason in override.reasons]
             preset = dict(word.split("=", 1) for word in self.remedy.preset)
+        # Values equal to the named preset are left out.
         named = {"precision": preset["precision"]} if "precision" in preset else {}
         values = as_data(self.recipe, named)
         if self.is_custom:
+            # convert_model needs no keys of a model or of training.
             values = {key: values[key] for key in ("precision", "fp8") if key in values}
         return "\n".join([*lines, dump_yaml(values)])
 
@@ -124,6 +126,7 @@ class Advice:
 
 
 def _remedy_data(remedy: Remedy) -> dict[str, Any]:
+    """Returns a remedy as plain data for JSON."""
     return {
         "scaling": remedy.scaling,
         "overrides": [
@@ -138,6 +141,7 @@ def _remedy_data(remedy: Remedy) -> dict[str, Any]:
 
 
 def _head(advice: Advice) -> str:
+    """Formats the run, the hardware, the cost and the layers without a measurement."""
     measured = ", ".join(map(str, advice.measured))
     lines = [
         f"{advice.name}: trained {advice.steps} steps in {advice.compute}, measured in step"
@@ -157,7 +161,8 @@ def _head(advice: Advice) -> str:
 
 
 def _matrices(advice: Advice) -> list[str]:
-    """Tables of layers by scaling: hybrid scalings first, then those with one format."""
+    """Formats tables of layers by scaling, first the hybrid formats."""
+    # Two tables, because one table of all scalings is wider than 80 columns.
     names = [remedy.scaling for remedy in advice.remedies]
     hybrid = [name for name in names if name.endswith("hybrid")]
     other = [name for name in names if name not in hybrid]
@@ -173,7 +178,8 @@ def _matrices(advice: Advice) -> list[str]:
 
 
 def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
-    """A table of layer groups by scaling, the worst group first."""
+    """Formats a table of layer groups by scaling, the worst group first."""
+    # A group has the same linear layer of all Transformer layers. Its worst layer decides.
     worst: dict[str, dict[str, LayerError]] = {}
     for error in advice.errors:
         if error.scaling in columns:
@@ -189,13 +195,15 @@ def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
             error = worst[group][name]
             cells.append(f"{error.ratio:.1f}{'!' if error.alarming else ' '}")
         rows.append([group, *cells])
+    # "current row hybrid" becomes "row" and "delayed hybrid" becomes "delayed": narrow columns.
     heads = [name.removesuffix(f" {title}").removeprefix("current row") for name in columns]
     heads = [head or "row" for head in heads]
     return table([f"{title} formats", *heads], rows, right=range(1, len(columns) + 1))
 
 
 def _causes(advice: Advice) -> str:
-    """The unhealthy layers with the tensor to blame, worst first."""
+    """Formats the unhealthy layers with the tensor to blame, worst first."""
+    # One tensor often hurts several GEMMs and scalings. It is one cause.
     by_cause: dict[tuple[str, str], list[LayerError]] = {}
     for error in advice.unhealthy:
         by_cause.setdefault((error.layer, error.tensor), []).append(error)
@@ -214,6 +222,7 @@ def _causes(advice: Advice) -> str:
 
 
 def _scalings(advice: Advice) -> str:
+    """Formats a table of scalings: FLOPs in FP8 before and after their overrides."""
     rows = []
     for remedy in advice.remedies:
         layers = str(len(remedy.layers))
@@ -223,6 +232,7 @@ def _scalings(advice: Advice) -> str:
 
 
 def _advice(advice: Advice) -> str:
+    """Formats the advised scaling, its overrides and the reasons for them."""
     remedy = advice.remedy
     healthy = [each.scaling for each in advice.remedies if each.recipe and not each.overrides]
     healthy_line = wrapped(f"scalings without unhealthy layers: {', '.join(healthy)}", more="  ")

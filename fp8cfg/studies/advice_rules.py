@@ -1,4 +1,4 @@
-"""Rules of advice: the overrides that keep unhealthy layers out of FP8, and the scaling to choose."""
+"""Rules of precision advice: overrides against unhealthy GEMMs, and the choice of a scaling."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from fp8cfg.studies.advice_scalings import Choice, Cover
 from fp8cfg.studies.operand_errors import AmaxSeries, Candidate, GemmError
 
 ALARM = 2.0
-"""A GEMM is unhealthy if its error is so many times the error of normally distributed operands. It
-has then lost one bit of its format."""
+"""Error of an unhealthy GEMM, as a multiple of the error of normally distributed operands.
+
+One bit less of mantissa doubles rounding errors. So an unhealthy GEMM has lost more than one of the
+two or three mantissa bits of FP8."""
 ORDER = (
     "current hybrid",
     "delayed hybrid",
@@ -28,15 +30,19 @@ ORDER = (
     "block hybrid",
     "mxfp8",
 )
-"""Scalings by preference, as in docs/choosing-a-precision.md. Blackwell prefers mxfp8."""
+"""Scalings by preference, as in docs/choosing-a-precision.md. Blackwell prefers mxfp8.
+
+NVFP4 is absent. It is advised only if the recipe names it."""
 TOLERANCE = 0.05
-"""A preferred scaling may cost so much more of the FLOPs than the healthiest one."""
+"""Share of all FLOPs. A preferred scaling may lose this much more than the healthiest scaling.
+
+So a few unhealthy layers do not rule out a preferred scaling."""
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 def group_of(layer: str) -> str:
-    """Returns the group of a layer in tables: layers.0.mlp.linear_fc1 is in layers.*.mlp.linear_fc1."""
+    """Returns the group of a layer in tables, such as layers.*.mlp.linear_fc1."""
     return _INDEX.sub("*", layer)
 
 
@@ -45,7 +51,7 @@ def group_of(layer: str) -> str:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one GEMM of one layer under one scaling, the median of the measured steps.
+    """Error of one GEMM of one layer under one scaling, in the median step.
 
     Attributes:
         layer: Name of the layer.
@@ -53,10 +59,10 @@ class LayerError:
         gemm: "fprop", "dgrad" or "wgrad".
         error: Relative error of the product.
         healthy: The same error of normally distributed operands.
-        tensor: The operand that adds more to the error: "input", "weight" or "grad_output".
-        snr: Its signal-to-noise ratio in dB.
-        underflow: Fraction of its elements that become zero.
-        overflow: Fraction of its elements that are clipped.
+        tensor: The operand with the larger error: "input", "weight" or "grad_output".
+        snr: Signal-to-noise ratio of this operand in dB.
+        underflow: Fraction of its elements rounded to zero.
+        overflow: Fraction of its elements clipped.
     """
 
     layer: str
@@ -71,12 +77,12 @@ class LayerError:
 
     @property
     def ratio(self) -> float:
-        """The error relative to the healthy error."""
+        """The error as a multiple of the healthy error."""
         return self.error / self.healthy
 
     @property
     def alarming(self) -> bool:
-        """Whether the GEMM should stay out of this scaling."""
+        """Whether the GEMM is unhealthy under this scaling."""
         return self.ratio > ALARM
 
     def __str__(self) -> str:
@@ -87,6 +93,7 @@ class LayerError:
         if self.underflow >= 0.001:
             parts.append(f"{self.underflow:.1%} become zero")
         if self.overflow > 0:
+            # One clipped element may be 1e-8 of a tensor. It should not be shown as 0.00%.
             parts.append(f"{max(self.overflow, 0.0001):.2%} are clipped")
         return ", ".join(parts)
 
@@ -96,16 +103,18 @@ def layer_errors(
     candidates: Sequence[Candidate],
     healthy: Sequence[Mapping[int, float]],
 ) -> list[LayerError]:
-    """Returns the errors of all layers.
+    """Returns the error of each GEMM and scaling in its median step.
 
     Args:
-        errors: `OperandProbe.errors`.
+        errors: Errors of each step and candidate, as in `OperandProbe.errors`.
         candidates: The scalings.
-        healthy: `healthy_errors` of them.
+        healthy: Errors of normally distributed operands, from `healthy_errors`.
     """
     of_layers = []
     for (layer, gemm), steps in errors.items():
         for index, candidate in enumerate(candidates):
+            # The median step, with all of its figures: one bad batch does not decide. Of two middle
+            # steps, the worse one.
             of_steps = sorted((step[index] for step in steps), key=lambda each: each.error)
             typical = of_steps[len(of_steps) // 2]
             blamed = typical.blamed
@@ -130,7 +139,12 @@ def layer_errors(
 
 @dataclass(frozen=True)
 class Override:
-    """An override with the figures that ask for it."""
+    """An override with its reasons.
+
+    Attributes:
+        word: The override, such as "fp8.margin=1".
+        reasons: A line for each layer, with its error.
+    """
 
     word: str
     reasons: tuple[str, ...]
@@ -138,17 +152,17 @@ class Override:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What a scaling needs to be healthy.
+    """Overrides under which a scaling is healthy.
 
     Attributes:
         scaling: Name of the scaling.
-        preset: Overrides that choose it. Empty if the recipe has it already.
-        overrides: Overrides on top.
-        recipe: The recipe with both. None if no layer is left in FP8.
-        layers: Unhealthy layers.
-        kept: Healthy layers that the preset keeps out of FP8, without the output layer.
+        preset: Overrides to choose the scaling. Empty for the recipe's own scaling.
+        overrides: Overrides on top, against unhealthy GEMMs.
+        recipe: The recipe with all overrides. None if no layer is left in FP8.
+        layers: Layers to keep out of FP8. Layers healed by margin or history are not listed.
+        kept: Healthy layers at both ends of the model, kept out of FP8 by the preset.
         share: Share of matmul FLOPs in FP8 with the overrides.
-        share_before: The same without them.
+        share_before: Share of matmul FLOPs in FP8 without the overrides.
     """
 
     scaling: str
@@ -162,7 +176,7 @@ class Remedy:
 
     @property
     def lost(self) -> float:
-        """Share of FLOPs that the overrides take out of FP8."""
+        """Share of all matmul FLOPs lost to the overrides."""
         return self.share_before - self.share
 
     @property
@@ -188,12 +202,17 @@ def find_remedy(
         measured: The measured steps, from 1.
         cover: Plans the coverage of a recipe.
         change: Adds overrides to a recipe.
+
+    Returns:
+        The overrides with the largest share of FLOPs in FP8.
     """
     candidate = choice.candidate
     unhealthy = _unhealthy(errors, candidate.name, choice.coverage.linears)
     overrides: list[Override] = []
     if candidate.scaling.layout.history:
-        # Current scaling is delayed scaling with the right scale.
+        # Current scaling is delayed scaling with the right scale. So if a layer is healthy under
+        # current scaling, only its delayed scale is at fault. A margin or a shorter history keeps
+        # this layer in FP8.
         current = candidate.name.replace("delayed", "current")
         stale = {
             name: each
@@ -212,6 +231,7 @@ def find_remedy(
             share_of_option = cover(recipe).share
         except ConfigError:  # no layer is left in FP8
             continue
+        # Above zero: without FP8 FLOPs there is no remedy.
         if share_of_option > share:
             share, chosen, final = share_of_option, [*overrides, *option], recipe
     return Remedy(
@@ -229,7 +249,8 @@ def find_remedy(
 def _unhealthy(
     errors: Sequence[LayerError], scaling: str, linears: Sequence[PlannedLinear]
 ) -> dict[str, list[LayerError]]:
-    """Returns the unhealthy GEMMs among those planned in FP8, by layer."""
+    """Returns the unhealthy GEMMs planned in FP8, by layer."""
+    # The probe also measures GEMMs in high precision, such as the output layer.
     planned = {linear.name: linear.products for linear in linears}
     unhealthy: dict[str, list[LayerError]] = {}
     for error in errors:
@@ -239,7 +260,7 @@ def _unhealthy(
 
 
 def _kept_by_preset(choice: Choice, errors: Sequence[LayerError]) -> tuple[str, ...]:
-    """Returns the healthy layers at both ends that a preset keeps out of FP8."""
+    """Returns the healthy layers at both ends, kept out of FP8 by the preset."""
     alarming = {
         error.layer for error in errors if error.scaling == choice.candidate.name and error.alarming
     }
@@ -252,14 +273,18 @@ def _kept_by_preset(choice: Choice, errors: Sequence[LayerError]) -> tuple[str, 
 
 
 def choose_remedy(remedies: Sequence[Remedy], is_blackwell: bool) -> Remedy | None:
-    """Returns the preferred scaling among those that lose few FLOPs to unhealthy layers.
+    """Returns the most preferred scaling with few FLOPs lost to unhealthy layers.
 
     Args:
-        remedies: What each scaling needs.
+        remedies: The remedy of each scaling.
         is_blackwell: Whether the GPU is a Blackwell or newer.
+
+    Returns:
+        The remedy. None if no scaling has layers left in FP8.
     """
     order = ("mxfp8", *ORDER) if is_blackwell else ORDER
     usable = [each for each in remedies if each.recipe is not None and each.scaling in order]
+    # Lost FLOPs, not FLOPs in FP8: a preset with BF16 layers at both ends loses nothing by them.
     least = min((each.lost for each in usable), default=0.0)
     healthy = [each for each in usable if each.lost <= least + TOLERANCE]
     return min(healthy, key=lambda each: order.index(each.scaling), default=None)
@@ -268,14 +293,15 @@ def choose_remedy(remedies: Sequence[Remedy], is_blackwell: bool) -> Remedy | No
 def _layer_options(
     choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]
 ) -> list[list[Override]]:
-    """Returns alternative overrides that keep the unhealthy GEMMs in high precision."""
+    """Returns alternative lists of overrides against unhealthy GEMMs."""
     if not unhealthy:
         return [[]]
     options = [_excluded(choice, unhealthy)]
     every = [error for errors in unhealthy.values() for error in errors]
     gemms = {error.gemm for error in every}
     if len(gemms) < len(GEMMS):
-        # One GEMM of every layer may cost fewer FLOPs than all GEMMs of many layers.
+        # The keys of override_linear_precision hold for all layers. One GEMM of every layer may
+        # still cost fewer FLOPs than all three GEMMs of many layers.
         option = []
         for gemm in GEMMS:
             if gemm in gemms:
@@ -288,7 +314,7 @@ def _layer_options(
 
 
 def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> list[Override]:
-    """Returns overrides that keep whole layers out of FP8."""
+    """Returns overrides to keep whole layers out of FP8, from specific to general keys."""
     in_fp8 = [linear.name for linear in choice.coverage.linears if linear.fp8]
     reasons = {
         name: f"{name}: {max(errors, key=lambda error: error.ratio)}"
@@ -303,6 +329,7 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
             Override("fp8.output_layer=false", tuple(reasons[name] for name in sorted(outputs)))
         )
         left -= outputs
+    # Whole Transformer layers at an end: a number is shorter than a list of names.
     for key, layers in _whole_ends(in_fp8, left).items():
         count = getattr(choice.recipe.fp8, key) + len(layers)
         names = {name for layer in layers for name in layer}
@@ -311,6 +338,8 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
         )
         left -= names
     if left:
+        # A pattern such as layers.*.mlp.linear_fc1 if all layers of a group are unhealthy. The rest
+        # by name. The recipe's own patterns stay, because the override replaces the list.
         groups: dict[str, list[str]] = {}
         for name in in_fp8:
             groups.setdefault(group_of(name), []).append(name)
@@ -327,10 +356,15 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
 
 
 def _whole_ends(in_fp8: Sequence[str], unhealthy: set[str]) -> dict[str, list[set[str]]]:
-    """Returns the Transformer layers at the start and the end with only unhealthy linear layers.
+    """Finds Transformer layers at both ends of the model with only unhealthy linear layers.
+
+    Args:
+        in_fp8: Linear layers in FP8, in model order.
+        unhealthy: Unhealthy linear layers.
 
     Returns:
-        By key the linear layers of each Transformer layer. Empty if all of the model is unhealthy.
+        For each key of fp8, the linear layers of each such Transformer layer. Empty if all layers
+        are unhealthy, because both keys would claim them.
     """
     layers: dict[int, set[str]] = {}
     for name in in_fp8:
@@ -340,6 +374,7 @@ def _whole_ends(in_fp8: Sequence[str], unhealthy: set[str]) -> dict[str, list[se
     ends: dict[str, list[set[str]]] = {}
     if all(names <= unhealthy for names in layers.values()):
         return ends
+    # From each end to the first Transformer layer with a healthy linear layer.
     for key, order in (
         ("high_precision_at_start", sorted(layers)),
         ("high_precision_at_end", sorted(layers, reverse=True)),
@@ -360,11 +395,14 @@ def delayed_overrides(
     amaxes: Mapping[str, AmaxSeries],
     measured: Sequence[int],
 ) -> list[Override]:
-    """Returns overrides for tensors whose delayed scale does not fit them.
+    """Returns overrides for tensors with an outdated delayed scale.
+
+    A growing tensor is clipped by an old scale: fp8.margin leaves headroom. A shrinking tensor
+    underflows: a shorter fp8.amax_history_len forgets the large amaxes sooner.
 
     Args:
         candidate: The scaling.
-        stale: Unhealthy GEMMs that current scaling would heal, by layer.
+        stale: Unhealthy GEMMs by layer, all healthy under current scaling.
         amaxes: Amaxes of each layer.
         measured: The measured steps, from 1.
     """
@@ -381,6 +419,8 @@ def delayed_overrides(
             ),
             key=lambda pair: pair[0],
         )
+        # A margin of m divides the scale by 2^m. At least one step up, because the growth is a
+        # median over steps and may miss the step with the clipping. The schema allows up to 16.
         margin = min(16, fp8.margin + max(1, math.ceil(math.log2(max(growth, 1.0)))))
         reason = (
             f"{error.layer}: {error.tensor} grows to {growth:.3g} times its amax history; {error}"
@@ -400,12 +440,14 @@ def delayed_overrides(
 
 
 def _growth(series: AmaxSeries, role: int, candidate: Candidate, measured: Sequence[int]) -> float:
-    """Returns the typical amax of the measured steps relative to the history before them."""
+    """Returns the median of amax / largest amax of the history, over the measured steps."""
     values = [float(step[role]) for step in series.steps]
     ratios = []
     for step in measured:
+        # The scale of a step comes from earlier steps only. Index step - 1 is the step itself.
         window = values[max(0, step - 1 - candidate.fp8.amax_history_len) : step - 1]
         history = max(window, default=0.0)
+        # An amax of 0 is a layer without tokens, such as an idle expert.
         if history > 0 and values[step - 1] > 0:
             ratios.append(values[step - 1] / history)
     return median(ratios) if ratios else 1.0
@@ -414,7 +456,11 @@ def _growth(series: AmaxSeries, role: int, candidate: Candidate, measured: Seque
 def _history_length(
     series: AmaxSeries, role: int, candidate: Candidate, measured: Sequence[int]
 ) -> int:
-    """Returns the longest history under which the scale is at most 4 times too small."""
+    """Returns a history length under which the scale is at most 4 times too small.
+
+    Shortens the current length by factors of 4. If no length suffices, it is 1.
+    """
+    # A scale 4 times too small costs two bits of exponent range and no mantissa.
     length = candidate.fp8.amax_history_len
     while length > 1:
         length = max(1, length // 4)

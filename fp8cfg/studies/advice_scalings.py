@@ -1,4 +1,4 @@
-"""Scalings that advice compares, with the recipe of each."""
+"""Scalings for precision advice to compare, each with its recipe and coverage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRESETS = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""The preset of each scaling, behind the name of the high precision."""
+"""Name of each scaling's preset without its prefix, "bf16_" or "fp16_"."""
 Compose = Callable[[Sequence[str]], Recipe]
 """Returns the recipe with overrides. Raises ConfigError."""
 Cover = Callable[[Recipe], Coverage]
@@ -29,12 +29,12 @@ Cover = Callable[[Recipe], Coverage]
 
 @dataclass(frozen=True)
 class Choice:
-    """A scaling, and the recipe that uses it.
+    """A scaling with its recipe.
 
     Attributes:
         candidate: The scaling.
-        recipe: The recipe.
-        coverage: Its planned coverage.
+        recipe: The recipe under this scaling.
+        coverage: Planned coverage of the recipe.
     """
 
     candidate: Candidate
@@ -45,14 +45,18 @@ class Choice:
 def list_choices(
     recipe: Recipe, compose: Compose, cover: Cover, hardware: Hardware
 ) -> tuple[list[Choice], dict[str, str]]:
-    """Returns the scalings that the hardware supports, and the reasons against all others.
+    """Lists the scalings with hardware support.
 
     Args:
         recipe: The recipe. If it has FP8, its own settings replace the preset of its scaling.
         compose: Adds overrides to the recipe.
         cover: Plans the coverage of a recipe.
         hardware: The hardware. A CPU emulates every scaling.
+
+    Returns:
+        The supported scalings from coarse to fine scales, and a reason for each other scaling.
     """
+    # Advice keeps fp16 training in fp16. Everything else trains in bf16, as most presets do.
     compute = "fp16" if recipe.precision.compute == "fp16" else "bf16"
     own = _name(recipe) if recipe.fp8.enabled else ""
     supported = []
@@ -60,6 +64,7 @@ def list_choices(
     for name, words in _words_of_scalings(compute):
         try:
             changed = recipe if name == own else compose([*words, *_kept_words(recipe)])
+            # Only for its ConfigError. here=False, because the target GPU may be elsewhere.
             choose(
                 changed.precision,
                 hardware,
@@ -71,6 +76,7 @@ def list_choices(
         except ConfigError as error:
             unsupported[name] = error.problems[0]
             continue
+        # Without overrides for the recipe's own scaling: `_choose` recognizes it by this.
         preset = words[0].partition("=")[2]
         candidate = Candidate(name, preset, () if name == own else tuple(words), changed.fp8)
         supported.append(Choice(candidate, changed, coverage))
@@ -78,12 +84,13 @@ def list_choices(
 
 
 def _words_of_scalings(compute: str) -> Iterable[tuple[str, list[str]]]:
-    """Yields the name of each scaling and its overrides, from coarse to fine."""
+    """Yields the name of each scaling and its overrides, from coarse to fine scales."""
     for scaling, descriptor in SCALINGS.items():
         preset = f"{compute}_{PRESETS.get(scaling, scaling)}"
         if preset not in choices():
             continue
         granularities = ("tensor", "row") if "granularity" in descriptor.keys else ("tensor",)
+        # An override equal to the preset's value would be noise in the advice.
         own_format = precision_preset(preset).fp8.format
         for granularity in granularities:
             for fp8_format in descriptor.formats:
@@ -96,6 +103,7 @@ def _words_of_scalings(compute: str) -> Iterable[tuple[str, list[str]]]:
 
 
 def _name(recipe: Recipe) -> str:
+    """Returns the name of a recipe's scaling in tables."""
     fp8 = recipe.fp8
     return _name_of(fp8.scaling, fp8.granularity, fp8.format)
 
@@ -105,13 +113,15 @@ def _name_of(scaling: str, granularity: str, fp8_format: str) -> str:
     parts = [scaling]
     if granularity == "row":
         parts.append("row")
+    # The format only tells scalings apart if there is a choice: MXFP8 and NVFP4 have one format.
     if len(SCALINGS[scaling].formats) > 1:
         parts.append(fp8_format)
     return " ".join(parts)
 
 
 def _kept_words(recipe: Recipe) -> list[str]:
-    """The user's choice of layers, which holds under every scaling."""
+    """Returns overrides for the user's choice of layers. It holds under every scaling."""
+    # A preset replaces all of fp8, so the choice has to be set again.
     if not recipe.fp8.enabled:
         return []
     words = []
