@@ -56,7 +56,7 @@ def list_choices(
     Returns:
         The supported scalings from coarse to fine scales, and a reason for each other scaling.
     """
-    # Advice keeps fp16 training in fp16. Everything else trains in bf16, as most presets do.
+    # FP8 presets exist for bf16 and fp16. An fp32 recipe is compared with the bf16 presets.
     compute = "fp16" if recipe.precision.compute == "fp16" else "bf16"
     own = _name(recipe) if recipe.fp8.enabled else ""
     supported = []

@@ -22,28 +22,28 @@ from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
 from fp8cfg.studies.runs import folder_size, median_speed, read_json
 
 TOLERANCE = 0.01
-"""Relative difference of two losses that is reported with its first step."""
+"""Relative difference of two losses. The first step beyond it is reported."""
 LOCATIONS = ("name", "log.dir", "log.folder", "log.resume")
-"""Keys that say where a run is. They are not compared."""
+"""Keys for the place of a run. They are not compared."""
 BATCH_KEYS = ("data.*", "trainer.seed", "trainer.global_batch_size", "model.seq_length")
-"""Keys that decide which samples a step trains on."""
+"""Keys that select the samples of a step."""
 DATA_PLACES = ("data.name", "data.path", "data.tokenizer")
-"""Keys that may differ for the same data."""
+"""Keys that may differ for equal data, by its digest."""
 WITHOUT_EFFECT = (*LOCATIONS, "log.*", "checkpoint.*", "trainer.max_steps", "trainer.timeout.*")
-"""Keys that a resume may change without another loss at the steps before."""
+"""Keys without effect on earlier losses. A resume that changes only these gets no note."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Losses of a run minus losses of the reference, at steps that both have.
+    """Losses of a run minus losses of the reference, at common steps.
 
     Attributes:
-        steps: Number of compared steps.
-        mean: Mean difference. Negative if the run has the lower losses.
+        steps: Number of common steps.
+        mean: Mean difference. Negative if the run has lower losses.
         largest: Largest absolute difference.
-        largest_step: Its step.
-        first_difference: First step with other bits. None if all losses are equal.
-        first_beyond: First step with a relative difference of more than TOLERANCE, or None.
+        largest_step: Step of the largest difference.
+        first_difference: First step with different bits. None if all losses are equal.
+        first_beyond: First step with a relative difference above TOLERANCE, or None.
     """
 
     steps: int
@@ -56,7 +56,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run of a comparison. Numbers are None if the run has not measured them.
+    """A run in a comparison. Numbers are None if the run has not measured them.
 
     Attributes:
         folder: The run folder.
@@ -65,13 +65,13 @@ class ComparedRun:
         max_steps: Optimizer steps planned.
         loss: Last training loss.
         val_loss: Last validation loss.
-        tokens_per_second: Median after the first step, on all ranks together.
+        tokens_per_second: Median speed of all ranks together, without the first step.
         memory: Peak memory of the first rank in bytes.
         checkpoint: Size of the newest checkpoint in bytes.
-        fp8_share: Share of the matmul FLOPs that ran in FP8, observed in the first step.
-        loss_gap: Training losses compared with the first run. None for the first run, and if no
-            step is common.
-        val_gap: The same for validation losses.
+        fp8_share: Share of the matmul FLOPs in FP8, as observed in the first step.
+        loss_gap: Gap of the training losses to the first run. None for the first run, and without
+            common steps.
+        val_gap: Gap of the validation losses.
     """
 
     folder: Path
@@ -94,8 +94,8 @@ class Comparison:
 
     Attributes:
         runs: The runs. The first one is the reference.
-        keys: Values of the keys that differ, by short name, one for each run.
-        notes: What to know about the comparison, such as different seeds.
+        keys: Different keys by short name, with the value of each run.
+        notes: Limits of the comparison, such as different seeds.
     """
 
     runs: list[ComparedRun]
@@ -103,7 +103,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
-        """Returns plain data for JSON. Numbers that JSON doesn't have are strings: "NaN"."""
+        """Returns plain data for JSON. NaN and infinities are strings such as "NaN"."""
         data: dict[str, Any] = _plain(asdict(self))
         return data
 
@@ -112,10 +112,13 @@ class Comparison:
 
 
 def compare_runs(*runs: str | Path | RunData) -> Comparison:
-    """Compares runs with the first one. Does not lock them, so they may be running.
+    """Compares runs with the first one. The runs may still train, because nothing is locked.
 
     Args:
         runs: Two or more run folders, or runs from `fp8cfg.read_run`.
+
+    Returns:
+        Different keys, gaps of the losses, speed and memory. Prints as tables.
 
     Raises:
         ConfigError: There are fewer than two runs, or a recipe is not valid.
@@ -134,7 +137,8 @@ def compare_runs(*runs: str | Path | RunData) -> Comparison:
 
 
 def _measure(run: RunData, reference: RunData) -> ComparedRun:
-    """Returns a run's measures, and its gaps to the reference."""
+    """Returns the measurements of a run, and its gaps to the reference."""
+    # Rows of evaluations and saves have no loss.
     rows = [row for row in run.rows if "loss" in row]
     val_losses = run.series("val_loss")[1]
     files = RunFiles.at(run.folder)
@@ -170,8 +174,8 @@ def gap_between(
         run: Steps and values of the run.
 
     Returns:
-        The gap. None if no step is common. A value that is not finite counts as beyond the
-        tolerance, unless both are the same; mean and largest are NaN or infinite then.
+        The gap. None without common steps. A non-finite value is beyond the tolerance, unless both
+        runs have the same value. It makes the mean and the largest difference non-finite.
     """
     expected = dict(zip(*reference, strict=True))
     differences: dict[int, float] = {}
@@ -180,7 +184,8 @@ def gap_between(
     for step, value in zip(*run, strict=True):
         if step not in expected:
             continue
-        # Two equal infinities have no difference, but inf - inf is NaN.
+        # Equal values by their text: two equal infinities have no difference, but inf - inf is
+        # NaN. Two NaN are equal too.
         is_equal = value.hex() == expected[step].hex()
         difference = 0.0 if is_equal else value - expected[step]
         differences[step] = difference
@@ -207,7 +212,8 @@ def gap_between(
 
 
 def _different_keys(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """Returns the values of the keys in which a recipe differs from the first, in schema order."""
+    """Returns the keys with different values, in the order of the schema."""
+    # Short and full names: `diff` has short ones, `fields` full ones.
     different = {key for recipe in recipes[1:] for key in recipes[0].diff(recipe)}
     values = {}
     for name in fields():
@@ -222,7 +228,7 @@ def _different_keys(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
 
 
 def _notes(runs: Sequence[RunData]) -> list[str]:
-    """Returns what a reader has to know about the comparison."""
+    """Returns the limits of the comparison."""
     notes = []
     reference = runs[0]
     for run in runs[1:]:
@@ -240,6 +246,8 @@ def _notes(runs: Sequence[RunData]) -> list[str]:
 
 def _batch_notes(reference: RunData, run: RunData) -> list[str]:
     """Returns a note if the steps of two runs trained on different samples."""
+    # Equal digests: another path or tokenizer file makes no difference. Without a checkpoint the
+    # digest is unknown, so the keys decide.
     digests = [_data_digest(reference), _data_digest(run)]
     is_same_data = None not in digests and digests[0] == digests[1]
     reasons = []
@@ -259,7 +267,7 @@ def _batch_notes(reference: RunData, run: RunData) -> list[str]:
 
 
 def _data_digest(run: RunData) -> str | None:
-    """Returns the sha256 of the training data, from the newest checkpoint, or None."""
+    """Returns the sha256 of the training data. None without a checkpoint."""
     checkpoint = newest_checkpoint(RunFiles.at(run.folder))[1]
     if checkpoint is None:
         return None
@@ -272,7 +280,7 @@ def _data_digest(run: RunData) -> str | None:
 
 
 def _state_notes(run: RunData) -> list[str]:
-    """Returns a note about a run that is not done."""
+    """Returns a note about an unfinished or failed run."""
     if run.state == "done":
         return []
     reason = f": {run.message}" if run.message else ""
@@ -280,7 +288,10 @@ def _state_notes(run: RunData) -> list[str]:
 
 
 def _recipe_notes(run: RunData) -> list[str]:
-    """Returns a note for each earlier recipe of a run that a resume has changed."""
+    """Returns a note for each earlier recipe with effects on the losses.
+
+    The table of keys shows only the last recipe of a run.
+    """
     try:
         past = RunFolder.reading(run.folder).past_recipes()
     except (Fp8cfgError, OSError) as error:
@@ -326,13 +337,14 @@ def _text(comparison: Comparison) -> str:
 
 
 def _key_table(keys: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> str:
-    """Formats the keys that differ, one value per column if they fit."""
+    """Formats the different keys. Each run has a column if all columns fit."""
     if not keys:
         return "all keys are equal"
     rows = [[key, *map(shown, values)] for key, values in keys.items()]
     header = ["key", *labels]
     if fits(header, rows):
         return table(header, rows)
+    # Long values such as paths: a line for each run instead.
     stacked = ["key"]
     for key, *values in rows:
         stacked.append(key)
@@ -342,7 +354,7 @@ def _key_table(keys: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> str:
 
 
 def _run_table(runs: Sequence[ComparedRun], labels: Sequence[str]) -> str:
-    """Formats the measures of the runs."""
+    """Formats the measurements of the runs."""
     header = ["", "state", "step", "loss", "val loss", "tokens/s", "memory", "checkpoint", "FP8"]
     rows = []
     for label, run in zip(labels, runs, strict=True):
@@ -374,6 +386,7 @@ def _gap_table(title: str, gaps: Sequence[Gap | None], labels: Sequence[str]) ->
                     str(gap.steps),
                     f"{gap.mean:+.4g}",
                     f"{gap.largest:.4g}",
+                    # Equal losses have no step with a largest difference.
                     str(gap.largest_step) if gap.first_difference else "-",
                     _step(gap.first_difference),
                     _step(gap.first_beyond),
@@ -384,20 +397,22 @@ def _gap_table(title: str, gaps: Sequence[Gap | None], labels: Sequence[str]) ->
 
 
 def _label(index: int) -> str:
-    """Returns A to Z, and numbers for more runs."""
+    """Returns the label of a run: A to Z, then numbers from 27."""
     return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
 def _number(value: float | None, form: str) -> str:
+    """Formats a measurement, "-" without one."""
     return "-" if value is None else format(value, form)
 
 
 def _step(step: int | None) -> str:
+    """Formats the first step of a difference."""
     return "never" if step is None else f"step {step}"
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it."""
+    """Converts a value for JSON, also within dicts and lists."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

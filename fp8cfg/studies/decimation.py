@@ -1,4 +1,4 @@
-"""Decimation of long series for figures, in a way that keeps spikes visible."""
+"""Decimation of long series for figures. Spikes stay visible."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ Reduction = Callable[..., Any]
 def keep_extremes(values: Floats, limit: int) -> NDArray[np.int64]:
     """Chooses points of a curve so that every spike stays.
 
-    The curve is cut into equal parts. The first value, the smallest and the largest value of each
-    part stay, and the first one that is not finite. So does the last point of the curve.
+    A plain stride would drop most spikes of a loss, the steps that readers look for. Instead the
+    curve is cut into equal parts. Four points of each part stay: the first, the smallest, the
+    largest and the first non-finite one. The last point of the curve stays too.
 
     Args:
         values: Values of shape [N]. NaN and infinity are gaps.
         limit: Most points, at least 5.
 
     Returns:
-        Increasing indices. All of them if there are at most `limit` values.
+        Increasing indices, int64. All of them if there are at most `limit` values.
     """
     count = len(values)
     if count <= limit:
         return np.arange(count)
     kept = {count - 1}
+    # Up to four points of each part and the last point of the curve: at most `limit` points.
     edges = np.linspace(0, count, max((limit - 1) // 4, 1) + 1).astype(np.int64)
     for start, end in pairwise(edges):
         part = values[start:end]
@@ -39,22 +41,24 @@ def keep_extremes(values: Floats, limit: int) -> NDArray[np.int64]:
             kept.add(int(start + np.where(is_finite, part, np.inf).argmin()))
             kept.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
         if not is_finite.all():
+            # Otherwise a line would bridge the gap. argmin finds the first False.
             kept.add(int(start + is_finite.argmin()))
     return np.array(sorted(kept))
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """Returns the mean over a window around each value.
+    """Returns the mean of a centered window around each value.
 
-    The window is smaller at both ends. Values that are not finite are left out.
+    The window is smaller at both ends. Non-finite values do not count.
 
     Args:
         values: Values of shape [N].
-        window: Values in the window.
+        window: Number of values in the window.
 
     Returns:
         Means of shape [N]. NaN if a window has no finite value.
     """
+    # Differences of cumulative sums: linear in N for any window.
     is_finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
@@ -69,18 +73,19 @@ def merge_columns(values: Floats, num_columns: int, reduction: Reduction) -> Flo
     """Merges neighboring columns of a matrix.
 
     Args:
-        values: Matrix [rows, columns]. NaN means that there is no value.
+        values: Matrix [rows, columns]. NaN is a missing value.
         num_columns: Columns of the result. A smaller matrix stays as it is.
-        reduction: np.fmax, np.fmin or np.nanmean.
+        reduction: np.fmax, np.fmin or np.nanmean. All of them skip NaN.
 
     Returns:
-        Matrix [rows, columns].
+        Matrix [rows, num_columns].
     """
     columns = values.shape[1]
     if columns <= num_columns:
         return values
     starts = (np.arange(num_columns) * columns) // num_columns
     if reduction is np.nanmean:
+        # Not a ufunc, so it has no reduceat. It would also warn about columns without a value.
         is_value = ~np.isnan(values)
         sums = np.add.reduceat(np.where(is_value, values, 0.0), starts, axis=1)
         counts = np.add.reduceat(is_value.astype(np.int64), starts, axis=1)

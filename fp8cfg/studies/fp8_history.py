@@ -1,7 +1,8 @@
-"""History of the FP8 statistics of a run: fp8_stats.jsonl, merged to a fixed number of columns.
+"""History of FP8 statistics: fp8_stats.jsonl, merged to a fixed number of columns.
 
-The file of a long run has millions of lines. It is read once, line by line, and only the merged
-columns stay in memory.
+The file has a line for each tensor of each measured step, millions of lines for a long run. It is
+read once, line by line. Only merged columns stay in memory: at most 512, each with the steps of a
+short stretch of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp8cfg.schema.errors import printable
 from fp8cfg.studies.decimation import Floats, Reduction, merge_columns
 
 COLUMNS = 256
-"""Columns that are kept while the file is read."""
+"""Least columns of a long history. The reader merges pairs of neighbors at twice as many."""
 
 
 STATISTICS = {
@@ -32,7 +33,11 @@ STATISTICS = {
     "error": "mean",
     "nonfinite": "max",
 }
-"""Fields of fp8_stats.jsonl with a history, and how columns are merged: max, min or mean."""
+"""Fields of fp8_stats.jsonl with a history, and how columns are merged.
+
+Trouble must stay visible after merging, so amaxes, clipped and non-finite values keep their maximum.
+Scales keep both ends of their range. Underflow and rounding error are never zero for long: their
+mean is the useful figure."""
 _REDUCTIONS: dict[str, Reduction] = {"max": np.fmax, "min": np.fmin, "mean": np.nanmean}
 
 
@@ -41,10 +46,11 @@ class FP8History:
     """FP8 statistics of a run over time.
 
     Attributes:
-        rows: Layer and tensor of each row, in the order of the layers.
+        rows: Layer and tensor of each row, such as ("layers.0.mlp.linear_fc1", "input"), in file
+            order.
         steps: First and last measured step of each column, int64 [columns, 2].
-        values: Matrix [rows, columns] of each statistic. NaN means that nothing was measured.
-        num_steps: Measured steps.
+        values: Matrix of each statistic, float64 [rows, columns]. NaN without a measurement.
+        num_steps: Number of measured steps.
     """
 
     rows: Sequence[tuple[str, str]]
@@ -58,12 +64,21 @@ class FP8History:
         return list(dict.fromkeys(tensor for _, tensor in self.rows))
 
     def of_tensor(self, name: str, tensor: str) -> tuple[list[str], Floats]:
-        """Returns the layers and the matrix of one statistic of one tensor."""
+        """Returns one statistic of one tensor in all layers.
+
+        Args:
+            name: The statistic, such as "amax".
+            tensor: The tensor, such as "input".
+
+        Returns:
+            Names of the layers, and the matrix, float64 [layers, columns].
+        """
         index = [i for i, row in enumerate(self.rows) if row[1] == tensor]
         return [self.rows[i][0] for i in index], self.values[name][index]
 
     def merged(self, num_columns: int) -> FP8History:
         """Returns the history with at most `num_columns` columns."""
+        # The same boundaries as in `merge_columns`: steps and values must match.
         columns = len(self.steps)
         if columns <= num_columns:
             return self
@@ -103,7 +118,13 @@ def read_history(files: RunFiles) -> FP8History | None:
 
 
 class _Column:
-    """Statistics of one or several neighboring steps."""
+    """Statistics of one or several neighboring measured steps.
+
+    Attributes:
+        steps: First and last step.
+        num_steps: Number of measured steps.
+        values: Vector of each statistic, float64 [rows]. Shorter if rows appeared later.
+    """
 
     def __init__(self, first: int) -> None:
         self.steps = [first, first]
@@ -112,7 +133,11 @@ class _Column:
 
 
 class _Reader:
-    """Collects lines. Whenever there are too many columns, each two neighbors are merged."""
+    """Collects lines into columns of equal numbers of steps.
+
+    The length of the run is unknown at the start. So columns begin with one step each. At twice
+    COLUMNS columns, pairs of neighbors are merged and later columns get twice as many steps.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], int] = {}
@@ -132,6 +157,7 @@ class _Reader:
             raise ValueError(
                 f"{place}: not a line of FP8 statistics ({error}); delete it"
             ) from None
+        # Lines of a step are neighbors, so a new number ends the step.
         if values["step"] != self._step:
             self._end_step()
             self._step = values["step"]
@@ -139,12 +165,14 @@ class _Reader:
 
     def finish(self) -> FP8History | None:
         """Returns the history of all lines. None without lines."""
+        # The run may have written only some tensors of its last step. The others are NaN.
         self._end_step()
         if not self._columns:
             return None
         num_rows = len(self._rows)
         values = {}
         for name in STATISTICS:
+            # Early columns are shorter if a tensor appeared later, such as an idle expert's.
             matrix = np.full((num_rows, len(self._columns)), np.nan)
             for i, column in enumerate(self._columns):
                 part = column.values[name]
@@ -154,7 +182,7 @@ class _Reader:
         return FP8History(list(self._rows), steps, values, self._num_steps)
 
     def _end_step(self) -> None:
-        """Makes a column of the lines of one step."""
+        """Adds the lines of one step to the last column, or as a new column."""
         if not self._lines:
             return
         column = _Column(self._step)
@@ -164,6 +192,8 @@ class _Reader:
         column.values = {name: matrix[:, i] for i, name in enumerate(STATISTICS)}
         self._lines.clear()
         self._num_steps += 1
+        # The last column may be incomplete. The merge below needs complete ones: a column is only
+        # appended after the last one is full, and at an even number of columns.
         last = self._columns[-1] if self._columns else None
         if last is not None and last.num_steps < self._steps_per_column:
             self._columns[-1] = _merge(last, column)
@@ -176,7 +206,7 @@ class _Reader:
 
 
 def _merge(a: _Column, b: _Column) -> _Column:
-    """Merges two neighboring columns. A mean is weighted with the number of steps."""
+    """Merges two neighboring columns. Means are weighted by the number of steps."""
     merged = _Column(a.steps[0])
     merged.steps[1] = b.steps[1]
     merged.num_steps = a.num_steps + b.num_steps
@@ -187,6 +217,7 @@ def _merge(a: _Column, b: _Column) -> _Column:
         if merge == "mean":
             weight = b.num_steps / merged.num_steps
             mean = x * (1 - weight) + y * weight
+            # A column without a measurement of a tensor doesn't count.
             merged.values[name] = np.where(np.isnan(x), y, np.where(np.isnan(y), x, mean))
         else:
             merged.values[name] = _REDUCTIONS[merge](x, y)
@@ -194,7 +225,7 @@ def _merge(a: _Column, b: _Column) -> _Column:
 
 
 def _number(value: Any) -> float:
-    """Converts a value of a line. None means that nothing was measured."""
+    """Converts a number of a line. None, a missing measurement, becomes NaN."""
     if value is None:
         return math.nan
     return float(value)
