@@ -35,9 +35,9 @@ STATISTICS = {
 }
 """Fields of fp8_stats.jsonl with a history, and how columns are merged.
 
-Trouble must stay visible after merging, so amaxes, clipped and non-finite values keep their maximum.
-Scales keep both ends of their range. Underflow and rounding error are never zero for long: their
-mean is the useful figure."""
+Amaxes and counts of clipped and non-finite values keep their maximum: short trouble stays visible.
+Scales keep both ends of their range. Underflow and rounding error occur in every step. Their mean
+is the useful figure."""
 _REDUCTIONS: dict[str, Reduction] = {"max": np.fmax, "min": np.fmin, "mean": np.nanmean}
 
 
@@ -172,7 +172,7 @@ class _Reader:
         num_rows = len(self._rows)
         values = {}
         for name in STATISTICS:
-            # Early columns are shorter if a tensor appeared later, such as an idle expert's.
+            # Early columns are shorter if a layer appeared later.
             matrix = np.full((num_rows, len(self._columns)), np.nan)
             for i, column in enumerate(self._columns):
                 part = column.values[name]
@@ -192,14 +192,14 @@ class _Reader:
         column.values = {name: matrix[:, i] for i, name in enumerate(STATISTICS)}
         self._lines.clear()
         self._num_steps += 1
-        # The last column may be incomplete. The merge below needs complete ones: a column is only
-        # appended after the last one is full, and at an even number of columns.
+        # Fill the last column before a new one begins.
         last = self._columns[-1] if self._columns else None
         if last is not None and last.num_steps < self._steps_per_column:
             self._columns[-1] = _merge(last, column)
         else:
             self._columns.append(column)
         if len(self._columns) == 2 * COLUMNS:
+            # The newest column may be incomplete. After the merge it gets the next steps.
             pairs = zip(self._columns[::2], self._columns[1::2], strict=True)
             self._columns = [_merge(a, b) for a, b in pairs]
             self._steps_per_column *= 2

@@ -18,8 +18,8 @@ of the detectable size exceeds both noise and tolerance in about four of five st
 
 The baseline's own seeds give the noise band: the distance by chance between the means of two groups
 of baseline runs with different seeds. It includes the variance of weights and data. This variance
-cancels in a pair, so the band is wider than the noise. It is a scale for readers. No verdict depends
-on it.
+cancels in a pair, so the band is wider than the noise. It is a scale for readers. No verdict uses
+it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Gaps:
         return max(self.curve, key=lambda gap: gap.mean)
 
     def worse_from(self, tolerance: float) -> int | None:
-        """Returns the first step of the final stretch of worse gaps. None if the last gap passes."""
+        """Returns the first step of the last stretch of worse gaps. None if the last gap passes."""
         # Backwards: a passing spike in the middle of a run is no verdict.
         first = None
         for gap in reversed(self.curve):
@@ -118,7 +118,7 @@ class Gaps:
         return first
 
     def detectable(self, tolerance: float) -> float | None:
-        """Returns the true gap with a "worse" verdict in four of five studies. None with one seed."""
+        """Returns the true gap that fails in four of five studies. None with one seed."""
         count = len(self.seeds)
         if count < 2:
             return None
@@ -158,9 +158,9 @@ def student_t(quantiles: Sequence[float], count: int) -> float:
     Args:
         quantiles: T_95 or T_80.
         count: Number of values, at least 2. Above 31 values, the last quantile is returned. It is
-            3 % larger than the limit.
+            at most 3 % larger than the quantile of the normal distribution.
     """
-    # One value fewer in degrees of freedom, and index 0 is 1 degree.
+    # n values have n - 1 degrees of freedom, and index 0 is for 1 degree.
     return quantiles[min(count - 1, len(quantiles)) - 1]
 
 
