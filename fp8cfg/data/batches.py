@@ -1,12 +1,12 @@
-"""Batches of a training run, addressed by one integer.
+"""Batches of a training run, addressed by step number.
 
-The cursor counts samples since the start of the run. Sample k belongs to epoch k // n and is sample permute(k % n) of
-that epoch, where n is how many there are. Nothing else is state: any batch can be asked for at any time. (What has no length
-is a stream: stream.py.)
+Samples are numbered from the start of the run. With n samples per epoch, sample k is the sample
+permute(k % n) of epoch k // n. There is no other state, so any batch can be read at any time. For
+data without a length see stream.py.
 
-Optimizer step s takes samples s*G to (s+1)*G, G the global batch size. Ranks share them out in contiguous pieces and each
-rank cuts its piece into contiguous micro-batches, so the samples of a step, and their order when the pieces are put
-together again, do not depend on how many ranks and micro-batches there are.
+Optimizer step s uses the samples s*G to (s+1)*G for a global batch size G. Each rank takes a
+contiguous range and splits it into contiguous microbatches. So the samples of a step and their
+order do not depend on the number of ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The training samples of a run, in their order.
+    """Training samples of a run, in order.
 
-    tokenizer_sha256: of the file that made the tokens, where there was one. remark: the `data:` line of a run, with what was
-    cut.
+    Attributes:
+        samples: The samples.
+        seed: Seed of the order.
+        global_batch_size: Samples per optimizer step on all ranks.
+        tokenizer_sha256: Fingerprint of the tokenizer's file. None for bytes and token files.
+        remark: The `data:` line of the run's header.
     """
 
     samples: Drawn
@@ -43,17 +47,27 @@ class Batches:
 
     @property
     def sha256(self) -> str:
-        """The fingerprint of the samples."""
+        """Fingerprint of the samples."""
         return self.samples.sha256
 
     def batch(
         self, step: int, rank: int = 0, world: int = 1, micro: int = 0, num_micro: int = 1
     ) -> tuple[torch.Tensor, ...]:
-        """Micro-batch `micro` of optimizer step `step` on one rank.
+        """Returns one microbatch.
 
-        Returns (tokens, targets), int64 [global_batch_size / (world * num_micro), seq_length]; targets are the tokens
-        that follow. Where samples tell documents apart a third are their numbers, int32. DataError when the global batch does not
-        divide, or a token is outside of the vocabulary.
+        Args:
+            step: Optimizer step, from 0.
+            rank: Data-parallel rank.
+            world: Number of data-parallel ranks.
+            micro: Number of the microbatch in the step, from 0.
+            num_micro: Microbatches per step and rank.
+
+        Returns:
+            Tokens and targets, int64 [global_batch_size / (world * num_micro), seq_length]. Targets
+            are the next tokens. If documents are separated, also their numbers, int32 of that shape.
+
+        Raises:
+            DataError: The global batch does not divide, or a token is outside the vocabulary.
         """
         pieces = world * num_micro
         if step < 0 or not 0 <= rank < world or not 0 <= micro < num_micro:
@@ -68,10 +82,19 @@ class Batches:
             f"{world} ranks x {num_micro} micro-batches",
         )
         size = self.global_batch_size // pieces
+        # Rank-major order: microbatches of one rank are neighbors. See the module's docstring.
         return self.rows(step * self.global_batch_size + (rank * num_micro + micro) * size, size)
 
     def rows(self, cursor: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Samples cursor to cursor + count of the run, as `batch` returns them."""
+        """Returns consecutive samples of the run.
+
+        Args:
+            cursor: Number of the first sample since the start of the run.
+            count: Number of samples.
+
+        Returns:
+            As `batch`, with `count` rows.
+        """
         if cursor < 0 or count < 1:
             raise DataError(f"no {count} samples from cursor={cursor}")
         return _tensors(
@@ -79,7 +102,14 @@ class Batches:
         )
 
     def origins(self, step: int) -> list[Origin]:
-        """Where the samples of optimizer step `step` begin, with their numbers since the start of the run as `sample`."""
+        """Returns the origin of each sample of a step, to find bad documents.
+
+        Args:
+            step: Optimizer step, from 0.
+
+        Returns:
+            One dictionary per sample. "sample" is its number since the start of the run.
+        """
         numbers = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         origins = self.samples.origins(self.samples.drawn(numbers, self.seed))
         return [
@@ -88,17 +118,18 @@ class Batches:
         ]
 
     def target_count(self, step: int) -> int:
-        """Targets of the whole global batch of optimizer step `step` that a loss is taken of."""
+        """Returns the number of targets with a loss in the global batch of a step."""
+        # Every rank reads the whole batch, so no collective is needed.
         first = step * self.global_batch_size
         places = self.samples.drawn(np.arange(first, first + self.global_batch_size), self.seed)
         return int((self.samples.read(places)[1] != IGNORED).sum())
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps after `step` optimizer steps; plain JSON values."""
+        """Returns the state for a checkpoint after `step` optimizer steps. JSON values only."""
         return {"samples_seen": step * self.global_batch_size, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
-        """What does not change while a run goes on."""
+        """Returns the entries that must be equal in a resumed run."""
         return {
             "seed": self.seed,
             "seq_length": self.samples.seq_length,
@@ -107,7 +138,15 @@ class Batches:
         }
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """The step to go on with. DataError when the state belongs to other data, or falls inside a global batch."""
+        """Checks the state of a checkpoint and returns the next step.
+
+        Args:
+            state: The result of `state`, read from the checkpoint.
+
+        Raises:
+            DataError: The state is of other data, or the global batch size does not divide the
+                number of samples seen.
+        """
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 raise DataError(
@@ -119,6 +158,7 @@ class Batches:
             raise DataError(
                 f"cannot resume: samples_seen={seen!r} in the checkpoint is no count of samples"
             )
+        # The state counts samples and not steps, so a resumed run may have another batch size.
         step, inside = divmod(seen, self.global_batch_size)
         if inside:
             raise DataError(
@@ -131,11 +171,23 @@ class Batches:
 def eval_batches(
     samples: Samples, batch_size: int, limit: int, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """At most `limit` batches of samples that do not overlap, spread evenly over all of them; always the same ones.
+    """Returns batches for an evaluation. They are the same in each call.
 
-    batch_size counts the samples of a batch on all ranks together; each gets its contiguous share,
-    int64 [batch_size / world, seq_length]. Every batch is full, so every rank takes equally many steps, shapes never
-    change, and the samples do not depend on `world`. DataError, before the first batch, when not one batch is there.
+    Samples do not overlap and are spread evenly over the data. All batches are full: each rank runs
+    the same number of steps, shapes are fixed, and the samples do not depend on `world`.
+
+    Args:
+        samples: The validation samples.
+        batch_size: Samples per batch on all ranks.
+        limit: Maximum number of batches.
+        rank: Data-parallel rank.
+        world: Number of data-parallel ranks.
+
+    Returns:
+        An iterator over this rank's batches, int64 [batch_size / world, seq_length] each.
+
+    Raises:
+        DataError: The data has less than one batch. Raised before the first batch.
     """
     positive(batch_size=batch_size, limit=limit)
     if not 0 <= rank < world:
@@ -157,12 +209,14 @@ def eval_batches(
 
 
 def _tensors(samples: Drawn, places: np.ndarray) -> tuple[torch.Tensor, ...]:
-    import torch
+    """Reads samples and returns them as CPU tensors."""
+    import torch  # inside: `fp8cfg data prepare` and `check` need no torch
 
     return tuple(torch.from_numpy(part).contiguous() for part in samples.read(places))
 
 
 def _divides(name: str, value: int, by: int, what: str) -> None:
+    """Raises DataError unless `value` is a multiple of `by`."""
     if value % by:
         raise DataError(
             f"{name}={value} is not divisible by {by} ({what}): use {max(by, value // by * by)}"

@@ -1,8 +1,8 @@
-"""Corpus: one long array of token ids, each document ended by an end token.
+"""Corpus: one long array of token ids, with an end token after each document.
 
-Bytes are the default tokens: no tokenizer to download, nothing that can differ between machines. The vocabulary is the
-256 byte values and one end-of-document token, padded to a multiple of 16 because FP8 matrix products want every
-dimension of the output layer divisible by 16.
+By default tokens are bytes. This needs no download and is equal on all machines. The vocabulary
+has 256 byte values and an end token, padded to a multiple of 16: FP8 GEMMs need dimensions of the
+output layer that are divisible by 16.
 """
 
 from __future__ import annotations
@@ -43,23 +43,26 @@ from fp8cfg.data.tokenizer import (
 
 _BLOCK = 32_768  # tokens
 _BLOCKS = 1_024
-_AT_ONCE = 1_000  # documents that a tokenizer gets, to use all cores
+_AT_ONCE = 1_000  # documents per call of the tokenizer, which uses all cores
 _BYTES_AT_ONCE = 1 << 22
 _LEAST, _BELOW = 2, 0.5
-"""The least model.seq_length that a recipe may have, and what its data.validation_fraction is below."""
+"""Minimum of model.seq_length, and upper bound of data.validation_fraction (exclusive)."""
 _LARGE = 0.4
-"""A data.validation_fraction that is offered for a short text."""
+"""Value of data.validation_fraction that errors suggest for a short text."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids with what a run has to record about them.
+    """Token ids of a data source.
 
-    tokens: 1-D integer array, read-only, or a row in a file.
-    vocab_size: every token is meant to be below it; those in a file are checked as they are read.
-    sha256: `fingerprint(tokens)`.
-    documents: where each document begins in `tokens`, int64 [d], the first at 0; None where nobody knows.
-    eos: the token that ends a document; None where nobody knows.
+    Attributes:
+        name: Name of the source.
+        tokens: Token ids, a read-only integer array [n] or a file.
+        vocab_size: Upper bound of the ids. Ids in files are checked as they are read.
+        sha256: `fingerprint(tokens)`.
+        description: Text for the header of a run.
+        documents: First token of each document, int64 [d]. None if unknown.
+        eos: End token of documents. None if unknown.
     """
 
     name: str
@@ -72,7 +75,15 @@ class Corpus:
 
 
 def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of each document, its end token included, read as they are asked for."""
+    """Yields the token ids of each document with its end token.
+
+    Args:
+        documents: Texts in UTF-8. They are read as needed.
+        tokenizer: The tokenizer.
+
+    Returns:
+        Arrays [n], uint16 or int32 depending on the vocabulary.
+    """
     dtype = token_dtype(tokenizer.size)
     for some in _grouped(documents):
         for ids in tokenizer.encode(some):
@@ -82,8 +93,10 @@ def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.nda
 
 
 def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """As many documents at once as keep a tokenizer busy, which takes some hundred bytes for a token. DataError for one that cannot
-    be read, after those before it."""
+    """Yields groups of documents that are large enough to use all cores in the tokenizer.
+
+    If a document cannot be read, the documents before it are yielded before the DataError.
+    """
     some, size, left, wrong = list[bytes](), 0, iter(documents), None
     while wrong is None:
         try:
@@ -105,9 +118,20 @@ def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
 def from_documents(
     name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES
 ) -> Corpus:
-    """The tokens of all documents, the end token after each; bytes as uint16. DataError when there is not one token."""
+    """Tokenizes all documents into a corpus in memory.
+
+    Args:
+        name: Name of the source.
+        documents: Texts in UTF-8.
+        description: Text for the header of a run.
+        tokenizer: The tokenizer.
+
+    Raises:
+        DataError: All documents are empty, or one cannot be read.
+    """
     pieces = list(encoded(documents, tokenizer))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    # An empty document still has its end token.
     if lengths.sum() == len(pieces):
         raise DataError(f"{description or name}: empty, there is no text in it")
     tokens = np.concatenate(pieces)
@@ -125,15 +149,19 @@ def from_documents(
 
 
 def fingerprint(tokens: Tokens) -> str:
-    """sha256 (hex) over type, length and values of `tokens`.
+    """Returns a SHA-256 of dtype, length and values, in hexadecimal.
 
-    Of more than 33.5 million tokens only 1024 evenly spread blocks of 32768 are read, so that opening a
-    corpus of a terabyte in a file takes a moment; it tells corpora apart and is no proof against a small edit in a large one.
+    Above 33.5 million tokens only 1024 evenly spread blocks of 32768 are read. So a file of a
+    terabyte opens quickly, but a small edit in it may go unnoticed.
+
+    Args:
+        tokens: Token ids [n].
     """
     if len(tokens) <= _BLOCK * _BLOCKS:
         starts = np.arange(0, len(tokens), _BLOCK)
     else:
         starts = np.arange(_BLOCKS) * (len(tokens) - _BLOCK) // (_BLOCKS - 1)
+    # Little-endian on all machines, so that checkpoints can move between them.
     portable = tokens.dtype.newbyteorder("<")
     digest = hashlib.sha256(f"{tokens.dtype.name} {len(tokens)}\n".encode())
     for start in starts.tolist():
@@ -142,17 +170,29 @@ def fingerprint(tokens: Tokens) -> str:
 
 
 def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[Corpus, Corpus]:
-    """One cut near the end: the first part to train on, the rest, `validation_fraction` of the tokens, to validate.
+    """Splits a corpus into training data and validation data at its end.
 
-    The cut goes to the nearest beginning of a document, so that none is in both parts, where that leaves between half and twice as
-    much to validate; a document that is longer than that is cut. Both parts hold at least one window of seq_length + 1 tokens.
-    Nothing is adjusted quietly: where they do not, DataError says which value would do.
+    The cut moves to the nearest start of a document, unless this makes the validation part less
+    than half or more than twice as long as asked for. Then the document is cut.
+
+    Args:
+        corpus: The corpus.
+        validation_fraction: Share of tokens to validate on, between 0 and 1.
+        seq_length: Tokens per sample.
+
+    Returns:
+        The training part and the validation part.
+
+    Raises:
+        DataError: A part has less than one window of seq_length + 1 tokens. The message suggests a
+            value.
     """
     length, window = len(corpus.tokens), seq_length + 1
     if not 0 < validation_fraction < 1:
         raise DataError(
             f"validation_fraction={validation_fraction} must lie between 0 and 1, for example 0.05"
         )
+    # Rounded up to six digits, so that the suggested value has at least one window.
     held_out, least = round(length * validation_fraction), math.ceil(window / length * 1e6) / 1e6
     if length < 2 * window or (held_out < window and least >= _BELOW):
         raise DataError(
@@ -175,7 +215,7 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
 
 
 def _border(documents: np.ndarray | None, length: int, held_out: int, window: int) -> int:
-    """Where to cut so that about `held_out` tokens are left: at a document's beginning, or else exactly."""
+    """Returns the position of the cut: the start of a document, or exactly `held_out` from the end."""
     cut = length - held_out
     if documents is None or len(documents) == 0:
         return cut
@@ -190,7 +230,7 @@ def _border(documents: np.ndarray | None, length: int, held_out: int, window: in
 
 
 def _shorter(length: int, validation_fraction: float) -> str:
-    """The model.seq_length with which `length` tokens can be cut, by `validation_fraction` if that will do; "" if none is."""
+    """Returns advice on a model.seq_length for which `length` tokens suffice. "" if none does."""
     held_out = round(length * validation_fraction)
     if (most := min(held_out, length - held_out) - 1) >= _LEAST:
         return f" or model.seq_length={most} or less"
@@ -203,6 +243,7 @@ def _shorter(length: int, validation_fraction: float) -> str:
 
 
 def _short(part: str, length: int, window: int, cure: str) -> str:
+    """Formats the error of a part without a whole window."""
     return (
         f"the {part} part has {length} tokens, less than one window of seq_length + 1 = {window}:"
         f" use {cure}"
@@ -210,9 +251,10 @@ def _short(part: str, length: int, window: int, cure: str) -> str:
 
 
 def _part(corpus: Corpus, part: str, start: int, stop: int) -> Corpus:
+    """Returns the tokens `start` to `stop` as a corpus."""
     tokens = corpus.tokens[start:stop]
     documents = None
-    # Only the part from the beginning has the documents under their numbers.
+    # In later parts document 0 would not be the first document of the files.
     if corpus.documents is not None and start == 0:
         documents = corpus.documents[corpus.documents < stop]
     description = f"{corpus.description}; {part} part, tokens {start} to {stop}"
@@ -232,15 +274,21 @@ WITH_PATH = {
     "tokens": "the common name of a Megatron .bin/.idx pair",
     "chat": "a .jsonl file of conversations",
 }
-"""Sources that read what is at a path, and what that is."""
+"""Sources that need data.path, and the meaning of the path."""
 
 
 def documents(
     name: str, path: str | os.PathLike[str] | None = None, text_key: str = "text"
 ) -> Documents:
-    """The texts of the source called `name`; not of tokens, which are no text, nor of chat, whose rows are conversations.
+    """Opens the texts of a source.
 
-    DataError for an unknown name, a path that is missing or that would be ignored.
+    Args:
+        name: Name of the source. Not "tokens" (no text) and not "chat" (conversations).
+        path: File, folder or pattern. Only for sources in WITH_PATH.
+        text_key: Column of the text in tables.
+
+    Raises:
+        DataError: The name is unknown, or the path is missing, does not exist or has no effect.
     """
     if name not in SOURCES:
         raise _unknown(name)
@@ -263,14 +311,30 @@ def documents(
 
 
 def source_files(name: str, path: str) -> list[Path]:
-    """The files that text, jsonl or parquet at `path` is read from; none of other sources. DataError where there is none."""
+    """Returns the files of a text or table source. Other sources return an empty list.
+
+    Args:
+        name: Name of the source.
+        path: File, folder or pattern.
+
+    Raises:
+        DataError: No such file.
+    """
     if name == "text":
         return text_files(Path(path))[0]
     return table_files(name, path)[0] if name in SUFFIXES else []
 
 
 def require_source(name: str, path: str) -> None:
-    """Raise DataError where there is nothing at `path` of the source called `name`; what is there is not read."""
+    """Checks that the files of a source exist, without reading them.
+
+    Args:
+        name: Name of the source.
+        path: File, folder, pattern, or prefix of token files.
+
+    Raises:
+        DataError: A file is missing.
+    """
     if name == "tokens":
         required_prefix(path)
     elif name == "chat":
@@ -286,11 +350,17 @@ def load_corpus(
     text_key: str = "text",
     tokenizer: Tokenizer = BYTES,
 ) -> Corpus:
-    """The corpus called `name`.
+    """Loads a corpus. Texts are tokenized into memory, token files are read as needed.
 
-    stdlib, tiny: no path. text, jsonl, parquet, dataset: the texts at `path`, tokenized. tokens: token ids of `path`.bin, read as
-    they are asked for. vocab_size: of the model; texts take what their tokenizer needs when it is None, token files cannot do
-    without. DataError as `documents`, and for a vocabulary that cannot hold the tokens.
+    Args:
+        name: Name of the source. "stdlib" and "tiny" have no path.
+        path: File, folder, pattern, or prefix of token files.
+        vocab_size: Vocabulary of the model. Defaults to the tokenizer's. Required for "tokens".
+        text_key: Column of the text in tables.
+        tokenizer: The tokenizer. For "tokens", it tells the end token.
+
+    Raises:
+        DataError: See `documents`. Or the vocabulary is too small, or the text too large for memory.
     """
     if name == "tokens" and path is not None:
         return _token_corpus(path, vocab_size, tokenizer)
@@ -307,7 +377,7 @@ def load_corpus(
 
 
 class _Counted:
-    """Texts, counted as they are read."""
+    """Iterator over texts that counts documents and bytes."""
 
     def __init__(self, texts: Iterator[bytes]) -> None:
         self.texts, self.documents, self.bytes = texts, 0, 0
@@ -320,6 +390,7 @@ class _Counted:
 
 
 def _unknown(name: str) -> DataError:
+    """Returns the error for an unknown source, with the nearest name."""
     close = difflib.get_close_matches(str(name), SOURCES, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return DataError(f"unknown data source {name!r}: {hint}known are {', '.join(SOURCES)}")
@@ -328,6 +399,7 @@ def _unknown(name: str) -> DataError:
 def _token_corpus(
     path: str | os.PathLike[str], vocab_size: int | None, tokenizer: Tokenizer
 ) -> Corpus:
+    """Opens token files as a corpus."""
     if vocab_size is None:
         raise DataError("data source 'tokens' needs vocab_size: token files do not record it")
     if tokenizer is not BYTES:
@@ -336,6 +408,8 @@ def _token_corpus(
     tokens = indexed.stream()
     if len(tokens) == 0:
         raise DataError(f"{indexed.path}.idx: all sequences are empty")
+    # The index lists sequences, and documents as ranges of sequences. An empty document at the end
+    # starts after the last sequence.
     firsts = indexed.documents[:-1]
     starts = indexed.starts[firsts[firsts < len(indexed.starts)]] - indexed.starts[0]
     description = (
@@ -347,7 +421,13 @@ def _token_corpus(
 
 @dataclass
 class Prepared:
-    """What was written."""
+    """Result of `prepare`.
+
+    Attributes:
+        path: Prefix of the two files.
+        tokens: Number of tokens, end tokens included.
+        documents: Number of documents.
+    """
 
     path: Path
     tokens: int = 0
@@ -357,11 +437,21 @@ class Prepared:
 def prepare(
     out: str | os.PathLike[str], name: str, path: str | None, text_key: str, tokenizer: Tokenizer
 ) -> Prepared:
-    """Write `out`.bin and `out`.idx with every document of the source and the end token after each: the row of tokens that training
-    on the source itself has, so that `data=tokens` gives the same losses. Documents are read and written one after the other.
+    """Tokenizes a source into token files, for `fp8cfg data prepare`.
 
-    Nothing is there under these names until both are whole. DataError where there is such an index already, and for what cannot be
-    read; OSError for what cannot be written.
+    The tokens are equal to those of a run on the source, so losses are equal too. Documents are
+    streamed. Both files get their names when they are complete.
+
+    Args:
+        out: Prefix of the files. ".bin" and ".idx" are added.
+        name: Name of the source.
+        path: File, folder or pattern of the source.
+        text_key: Column of the text in tables.
+        tokenizer: The tokenizer.
+
+    Raises:
+        DataError: The files exist already, or the source cannot be read.
+        OSError: The files cannot be written.
     """
     made = Prepared(prefix_of(out))
     if os.path.lexists(f"{made.path}.idx"):
@@ -373,6 +463,7 @@ def prepare(
 
 
 def _counted(documents: Iterator[np.ndarray], made: Prepared) -> Iterator[np.ndarray]:
+    """Counts tokens and documents in `made` as they pass."""
     for tokens in documents:
         made.tokens += len(tokens)
         made.documents += 1

@@ -1,4 +1,4 @@
-"""Files of training data: the error of this package, and the files of a path, a folder or a pattern."""
+"""Files of training data: finds the files of a path, a folder or a pattern. Has DataError."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from pathlib import Path
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; one line: which file or key, what is wrong, what would be right."""
+    """Training data cannot be used. The message is one line: file or key, problem, remedy."""
 
 
 def require(path: Path, candidates: list[str] | None = None) -> os.stat_result:
-    """`path`'s status; where there is nothing, DataError naming the nearest thing that exists.
+    """Returns the status of a path that must exist.
 
-    candidates: names beside `path` that would be valid; every name of its folder when None.
+    Args:
+        path: File or folder.
+        candidates: Valid names in the same folder, for the suggestion. Defaults to all names.
+
+    Raises:
+        DataError: The path does not exist. The message suggests a similar name.
     """
     try:
         return path.stat()
@@ -30,6 +35,7 @@ def require(path: Path, candidates: list[str] | None = None) -> os.stat_result:
 
 
 def _nearest(path: Path, candidates: list[str] | None) -> str:
+    """Suggests an existing name for a missing path, or the deepest folder that exists."""
     folder = path.parent
     if not os.path.isdir(folder):
         while not os.path.isdir(folder):
@@ -44,8 +50,19 @@ def _nearest(path: Path, candidates: list[str] | None) -> str:
 
 
 def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[list[Path], int]:
-    """The file `root`, or those with one of `suffixes` below it, or of such names where it is a pattern as `shards/*.jsonl`; and
-    how many links below a folder were passed over. DataError for none."""
+    """Finds the files at a path.
+
+    Args:
+        root: A file, a folder that is searched recursively, or a pattern such as `shards/*.jsonl`.
+        suffixes: Endings of file names in a folder, in lower case.
+        kind: What the files are, for errors.
+
+    Returns:
+        The files in a fixed order, and the number of links in a folder, which are skipped.
+
+    Raises:
+        DataError: No such file, or not a regular file.
+    """
     if is_pattern(root):
         return _named(root, suffixes, kind), 0
     is_folder = stat.S_ISDIR(require(root).st_mode)
@@ -59,18 +76,19 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
         )
         raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
     for path in paths:
-        if not path.is_file():  # a pipe or a device would be waited on for ever
+        if not path.is_file():  # reading a pipe or a device could wait forever
             raise DataError(f"{path}: not a regular file; give a {kind} or a folder")
     return paths, links
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether `path` is a pattern of names, as a shell has them, and not the name of a file."""
+    """Returns whether a path is a shell pattern. A file with such a name is no pattern."""
     return glob.has_magic(str(path)) and not os.path.lexists(path)
 
 
 def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
-    """The files of these names, links too, which were asked for by name; in the order of `files_under`."""
+    """Returns the files that match a pattern, in the order of `files_under`."""
+    # Links are followed here: the user asked for these names.
     above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     names = glob.glob(str(pattern), recursive=True)
     found = [
@@ -82,15 +100,24 @@ def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
 
 
 def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[list[Path], int]:
-    """Regular files with one of `suffixes`, and how many links were passed over.
+    """Finds the regular files below a folder. Hidden folders and links are skipped.
 
-    Ordered by a hash of the name below `root`: the same on every file system, and, unlike the alphabet, it leaves the
-    tail that becomes the validation part a fair sample of the whole.
+    The order is by a hash of the relative path. It is the same on all file systems. With
+    alphabetical order, the validation data at the end would not be representative.
+
+    Args:
+        root: The folder.
+        suffixes: Endings of the file names, in lower case.
+        skip: Names of folders to skip.
+
+    Returns:
+        The files, and the number of links.
     """
     found: list[Path] = []
     links = 0
     for folder, folders, names in os.walk(root, onerror=_raise):
         links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
+        # Changing the list in place keeps os.walk out of these folders.
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
@@ -104,15 +131,17 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[
 
 
 def _ordered(paths: list[Path], root: Path) -> list[Path]:
+    """Sorts paths by a hash of their names relative to `root`."""
     return sorted(
         paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
     )
 
 
 def _raise(error: OSError) -> None:
+    """Raises DataError for an unreadable folder, which os.walk would skip silently."""
     raise DataError(f"{error.filename}: this folder cannot be read ({error.strerror})") from error
 
 
 def size_of(paths: list[Path]) -> int:
-    """The bytes of all files."""
+    """Returns the total size of files in bytes."""
     return sum(path.stat().st_size for path in paths)
