@@ -64,7 +64,7 @@ class Batches:
 
         Returns:
             Tokens and targets, int64 [global_batch_size / (world * num_micro), seq_length]. Targets
-            are the next tokens. If documents are separated, also their numbers, int32 of that shape.
+            are the next tokens. If documents are separated, also their numbers, int32, same shape.
 
         Raises:
             DataError: The global batch does not divide, or a token is outside the vocabulary.
@@ -210,7 +210,7 @@ def eval_batches(
 
 def _tensors(samples: Drawn, places: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Reads samples and returns them as CPU tensors."""
-    import torch  # inside: `fp8cfg data prepare` and `check` need no torch
+    import torch  # inside: reading and preparing data works without torch
 
     return tuple(torch.from_numpy(part).contiguous() for part in samples.read(places))
 

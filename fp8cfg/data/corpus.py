@@ -81,8 +81,8 @@ def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.nda
         documents: Texts in UTF-8. They are read as needed.
         tokenizer: The tokenizer.
 
-    Returns:
-        Arrays [n], uint16 or int32 depending on the vocabulary.
+    Yields:
+        Token ids [n] of one document, uint16 or int32 depending on the vocabulary.
     """
     dtype = token_dtype(tokenizer.size)
     for some in _grouped(documents):
@@ -215,7 +215,7 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
 
 
 def _border(documents: np.ndarray | None, length: int, held_out: int, window: int) -> int:
-    """Returns the position of the cut: the start of a document, or exactly `held_out` from the end."""
+    """Returns where to cut: at the start of a document, or exactly `held_out` from the end."""
     cut = length - held_out
     if documents is None or len(documents) == 0:
         return cut
@@ -360,7 +360,8 @@ def load_corpus(
         tokenizer: The tokenizer. For "tokens", it tells the end token.
 
     Raises:
-        DataError: See `documents`. Or the vocabulary is too small, or the text too large for memory.
+        DataError: The vocabulary is too small, or the text too large for memory. Or see
+            `documents`.
     """
     if name == "tokens" and path is not None:
         return _token_corpus(path, vocab_size, tokenizer)

@@ -1,11 +1,12 @@
-"""Megatron .bin/.idx reader: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
+"""Reader and writer of Megatron's token files: ids in `name.bin`, their index in `name.idx`.
 
     idx: "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
-         | i32 lengths [n] | i64 byte pointers [n] | i64 document indices [d] | i8 modes [n], multimodal only
-    bin: the tokens of all sequences, one after the other; everything little-endian
+         | i32 lengths [n] | i64 byte pointers [n] | i64 document indices [d]
+         | i8 modes [n], multimodal only
+    bin: tokens of all sequences in order. All numbers are little-endian.
 
-Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. Whoever made the files is not trusted: every number is
-held against the size of the files before anything is read by it.
+Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. The files may be damaged or
+malicious, so each number is checked against the file sizes before use.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOATS = (6, 7)  # codes for float64 and float32, which no token file can mean
+_FLOATS = (6, 7)  # codes for float64 and float32: valid in Megatron, but not for tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
     """A checked pair of files.
 
-    tokens: the whole .bin as one row, read as it is asked for.
-    starts, lengths: where each sequence lies in `tokens`, counted in tokens, int64 and int32 [n].
-    documents: document k is sequences documents[k] to documents[k + 1], int64 [d].
+    Attributes:
+        path: Prefix of the files.
+        tokens: All tokens of the .bin file. They are read as needed.
+        starts: First token of each sequence, int64 [n].
+        lengths: Tokens per sequence, int32 [n].
+        documents: Document k has the sequences documents[k] to documents[k + 1], int64 [d].
     """
 
     path: Path
@@ -44,12 +48,17 @@ class Indexed:
     documents: np.ndarray
 
     def sequence(self, index: int) -> TokenFile:
-        """The tokens of one sequence, a part of the file."""
+        """Returns the tokens of one sequence, without reading them."""
         start = int(self.starts[index])
         return self.tokens[start : start + int(self.lengths[index])]
 
     def stream(self) -> TokenFile:
-        """All sequences as one row, in file order. DataError where they do not lie one after the other."""
+        """Returns the tokens of all sequences in order.
+
+        Raises:
+            DataError: The sequences are not contiguous in the file.
+        """
+        # The format allows gaps and overlaps, for example after a manual merge of files.
         gaps = self.starts[1:] != self.starts[:-1] + self.lengths[:-1]
         if gaps.any():
             raise DataError(
@@ -61,16 +70,21 @@ class Indexed:
 
 
 def read_indexed(path: str | os.PathLike[str]) -> Indexed:
-    """Opens `path`.bin and `path`.idx; `path` may carry either ending. Any flaw of the files is one DataError.
+    """Opens and checks a pair of token files.
 
-    The index is checked as a whole, at a cost proportional to its true size on disk. Token values are not: they are
-    checked against the vocabulary as batches are read.
+    The whole index is checked. Token ids are checked later, as batches are read.
+
+    Args:
+        path: Prefix of the files, or the path of one of them.
+
+    Raises:
+        DataError: A file is missing or damaged, or the files do not belong together.
     """
     prefix = required_prefix(path)
     file = f"{prefix}.idx"
     table, raw = (TokenFile.opened(Path(f"{prefix}{ending}")) for ending in (".idx", ".bin"))
     dtype, sequences, entries = _header(table)
-    idx = np.asarray(table)  # all of it, now that its length is the one that its header says
+    idx = np.asarray(table)  # the whole index: the header matches the size of the file
     lengths, pointers, documents = _tables(idx, sequences, entries)
     _check_sequences(file, lengths, pointers, dtype.itemsize, len(raw))
     _check_documents(file, documents, sequences)
@@ -83,13 +97,20 @@ def read_indexed(path: str | os.PathLike[str]) -> Indexed:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> Path:
-    """The name that both files share."""
+    """Returns the common prefix of the files. `path` may end in .bin or .idx."""
     text = os.fspath(path)
     return Path(text[:-4] if text.endswith((".bin", ".idx")) else text)
 
 
 def required_prefix(path: str | os.PathLike[str]) -> Path:
-    """The name that both files share. Raises DataError where one of them is not there."""
+    """Returns the common prefix of the files, which must exist.
+
+    Args:
+        path: Prefix of the files, or the path of one of them.
+
+    Raises:
+        DataError: A file is missing. The message suggests a similar name.
+    """
     prefix = prefix_of(path)
     if os.path.isdir(prefix):
         names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
@@ -102,12 +123,14 @@ def required_prefix(path: str | os.PathLike[str]) -> Path:
 
 
 def _pairs_beside(prefix: Path, ending: str) -> list[str]:
+    """Returns names of other pairs in the folder, for a suggestion."""
     return sorted(
         f"{file.stem}{ending}" for file in prefix.parent.glob("*.idx") if file.stem != prefix.name
     )
 
 
 def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
+    """Returns dtype, number of sequences and number of document entries. Raises DataError."""
     path = idx.path
     if len(idx) < HEADER.size:
         raise DataError(
@@ -125,7 +148,7 @@ def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
     if code not in DTYPES:
         why = "means floating point, and tokens are integers" if code in _FLOATS else "is unknown"
         raise DataError(f"{path}: dtype code {code} {why}; known are {sorted(DTYPES)}")
-    # Python's integers do not overflow, and a count that lies cannot match the size of the file.
+    # Python's integers do not overflow, so a wrong count cannot match the size of the file.
     size = HEADER.size + 12 * sequences + 8 * entries
     if len(idx) not in (size, size + sequences):
         raise DataError(
@@ -140,6 +163,7 @@ def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
 def _tables(
     idx: np.ndarray, sequences: int, entries: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns lengths, byte pointers and document indices."""
     at = HEADER.size
     lengths = np.frombuffer(idx, dtype="<i4", count=sequences, offset=at)
     pointers = np.frombuffer(idx, dtype="<i8", count=sequences, offset=at + 4 * sequences)
@@ -150,6 +174,7 @@ def _tables(
 def _check_sequences(
     file: str, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, size: int
 ) -> None:
+    """Raises DataError if a sequence is not inside the .bin file of `size` bytes."""
     _refuse(file, lengths < 0, "sequence {} has a negative length")
     _refuse(file, pointers < 0, "sequence {} begins before the .bin")
     _refuse(
@@ -157,7 +182,7 @@ def _check_sequences(
         pointers % itemsize != 0,
         f"sequence {{}} does not begin at a multiple of {itemsize} bytes",
     )
-    # Subtracting on the side of the file's size cannot overflow; adding to an untrusted pointer can.
+    # pointers + lengths could overflow int64, since both come from the file. This form cannot.
     beyond = pointers > size - lengths.astype(np.int64) * itemsize
     _refuse(
         file,
@@ -167,6 +192,7 @@ def _check_sequences(
 
 
 def _check_documents(file: str, documents: np.ndarray, sequences: int) -> None:
+    """Raises DataError unless the documents cover all sequences in order."""
     if documents[0] != 0 or documents[-1] != sequences:
         raise DataError(
             f"{file}: documents go from sequence {documents[0]} to {documents[-1]}; it must be 0 to"
@@ -176,6 +202,7 @@ def _check_documents(file: str, documents: np.ndarray, sequences: int) -> None:
 
 
 def _refuse(file: str, bad: np.ndarray, what: str) -> None:
+    """Raises DataError with the first index at which `bad` is true."""
     if bad.any():
         raise DataError(f"{file}: {what.format(int(bad.argmax()))}")
 
@@ -186,10 +213,21 @@ _LONGEST = 2**31 - 1  # a length is an int32
 def write_indexed(
     path: str | os.PathLike[str], documents: Iterable[np.ndarray | list[int]], vocab_size: int
 ) -> Path:
-    """Writes `path`.bin and `path`.idx and returns the prefix; documents are read one at a time.
+    """Writes documents as token files, one sequence per document.
 
-    Tokens are stored as uint16 for a vocabulary below 65500 and as int32 above, which is Megatron's rule. Both files
-    get their names only when complete. DataError for a token outside of the vocabulary, or without any token.
+    Ids are uint16 for a vocabulary below 65500, and int32 otherwise, as in Megatron. The files get
+    their names when both are complete.
+
+    Args:
+        path: Prefix of the files.
+        documents: Token ids of each document. They are read one at a time.
+        vocab_size: Upper bound of the ids.
+
+    Returns:
+        The prefix.
+
+    Raises:
+        DataError: A token is outside the vocabulary, or there is no token.
     """
     prefix = prefix_of(path)
     code = 8 if vocab_size < 65_500 else 4
@@ -197,6 +235,7 @@ def write_indexed(
     try:
         lengths = _write_tokens(waiting[".bin"], documents, vocab_size, np.dtype(DTYPES[code]))
         _write_index(waiting[".idx"], lengths, code)
+        # The .idx comes last: a reader that finds it also finds the whole .bin.
         for ending, file in waiting.items():
             os.replace(file, f"{prefix}{ending}")
     finally:
@@ -208,6 +247,7 @@ def write_indexed(
 def _write_tokens(
     path: Path, documents: Iterable[np.ndarray | list[int]], vocab_size: int, dtype: np.dtype
 ) -> np.ndarray:
+    """Writes the .bin file and returns the length of each document, int64 [n]."""
     lengths = []
     with path.open("wb") as file:
         for number, document in enumerate(documents):
@@ -230,6 +270,7 @@ def _write_tokens(
 
 
 def _write_index(path: Path, lengths: np.ndarray, code: int) -> None:
+    """Writes the .idx file for documents of these lengths. `code` is the dtype."""
     count = len(lengths)
     ends = np.cumsum(lengths) * np.dtype(DTYPES[code]).itemsize
     pointers = np.concatenate([[0], ends[:-1]])

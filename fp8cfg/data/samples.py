@@ -1,7 +1,7 @@
-"""Samples: what a run draws its batches from, each addressed by an index; and windows of a token array, the plain kind.
+"""Samples: windows of a token array and mixtures of sources, each addressed by an index.
 
-An epoch visits every sample once, in an order that is a function of seed, epoch and index (samples.py). Evaluation takes samples that
-lie evenly over all of them, always the same ones.
+An epoch has each sample once. The order is a function of seed, epoch and index, so there is no
+shuffled list to store. Evaluations use the same evenly spread samples each time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from fp8cfg.data.corpus import fingerprint
 from fp8cfg.data.files import DataError
 from fp8cfg.data.token_file import Tokens
 
-# Four rounds make a strong permutation of a large domain; the small ones of short corpora need more to mix.
+# Four rounds suffice for a large domain. Short corpora have small domains, which need more.
 _ROUNDS = 8
 _MOST = 1 << 62
 
 
 def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """The image of `index` under the permutation of range(n) that `seed` and `epoch` select.
+    """Applies a pseudorandom permutation of range(n), selected by seed and epoch.
 
-    index: integers in [0, n), any shape. Returns int64 of that shape. The values are equal on every platform.
+    The method is a Feistel network with cycle walking. It needs no memory of size n, and results
+    are equal on all platforms.
+
+    Args:
+        index: Integers in [0, n), any shape.
+        n: Number of samples, at most 2**62.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        The permuted indices, int64 of the same shape.
     """
     values = np.asarray(index, dtype=np.int64)
     if not 0 < n <= _MOST:
@@ -41,19 +51,26 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     keys = _keys(seed, epoch)
     out = _feistel(values.reshape(-1).astype(np.uint64), keys, half)
-    # The domain is at most four times the range, so a value is expected back within four steps; it comes back at the
-    # latest when its cycle closes, because it started inside.
+    # Cycle walking. The network permutes a power of four of at most 4n, so a value needs about four
+    # rounds to get below n. It always ends: the value started below n, and so its cycle returns.
     while (outside := out >= np.uint64(n)).any():
         out[outside] = _feistel(out[outside], keys, half)
     return out.astype(np.int64).reshape(values.shape)
 
 
 def offset(n: int, seed: int, epoch: int) -> int:
-    """The offset in [0, n), selected by `seed` and `epoch`, at which an epoch begins to cut the corpus into windows."""
+    """Returns the position of an epoch's first window, a pseudorandom integer in [0, n).
+
+    Args:
+        n: Number of tokens.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+    """
     return int.from_bytes(_digest("offset", seed, epoch), "little") % n
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    """Permutes integers of 2 * half bits, uint64 [m], with one round per key."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for key in keys:
@@ -63,7 +80,8 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarra
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014); array arithmetic wraps modulo 2**64."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea and Flood, 2014) to uint64 values."""
+    # Products of uint64 arrays wrap modulo 2**64 without a warning. NumPy scalars would warn.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
@@ -71,74 +89,116 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
+    """Returns the round keys of an epoch, uint64 [_ROUNDS]."""
     return np.frombuffer(_digest("order", seed, epoch), dtype="<u8")[:_ROUNDS].astype(np.uint64)
 
 
 def _digest(purpose: str, seed: int, epoch: int) -> bytes:
+    """Hashes seed and epoch to 64 bytes. `purpose` separates independent uses."""
     return hashlib.blake2b(
         f"{purpose} {int(seed)} {int(epoch)}".encode(), digest_size=8 * _ROUNDS
     ).digest()
 
 
 IGNORED = -100
-"""A target that no loss is taken of: the ignore_index of torch's cross entropy."""
+"""Target without a loss, the default ignore_index of torch's cross entropy."""
 Rows = tuple[np.ndarray, ...]
-"""Tokens and targets, int64 [n, seq_length] each; of some samples also the number of the document of each token, int32, from 0."""
+"""Tokens and targets, int64 [n, seq_length] each, and optionally document numbers, int32."""
 Origin = dict[str, int | str]
-"""Where a sample begins: `document` from 0 and `offset`, its token in that document. Some sources know less, or more."""
+"""Start of a sample: usually its `document`, from 0, and the `offset` of the token in it."""
 
 
 class Drawn(Protocol):
-    """A source of training samples. A place is what a kind finds a sample by: a row of integers."""
+    """A source of training samples.
+
+    A place is one or more integers with which the source finds a sample.
+    """
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
 
     @property
     def masked(self) -> bool:
-        """Whether some targets are IGNORED, so that samples differ in how many tokens of loss they have."""
+        """Whether some targets are IGNORED. Then the number of targets differs between samples."""
 
     @property
     def sha256(self) -> str:
-        """A fingerprint of all of it."""
+        """Fingerprint of the data."""
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """The places of the samples with these numbers since the start of a run, [n, ...]."""
+        """Returns the places of samples of a run.
+
+        Args:
+            cursor: Numbers of the samples since the start of the run, int64 [n].
+            seed: Seed of the run.
+
+        Returns:
+            Places, int64 [n, ...].
+        """
 
     def read(self, places: np.ndarray) -> Rows:
-        """The samples at these places. DataError for a token outside of the vocabulary."""
+        """Reads samples.
+
+        Args:
+            places: Places, int64 [n, ...].
+
+        Raises:
+            DataError: A token is outside the vocabulary.
+        """
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """Where the samples at these places begin."""
+        """Returns the origin of each sample.
+
+        Args:
+            places: Places, int64 [n, ...].
+        """
 
 
 class Samples(Drawn, Protocol):
-    """A source of samples that has a length."""
+    """A source of samples with a length."""
 
     def __len__(self) -> int:
-        """Samples of an epoch, and of an evaluation of everything."""
+        """Returns the number of samples in an epoch or a full evaluation."""
 
     def spread(self, count: int) -> np.ndarray:
-        """The places of `count` samples, not more than there are, that lie evenly over all of them."""
+        """Returns the places of evenly spread samples, for evaluations.
+
+        Args:
+            count: Number of samples, at most the length.
+        """
 
 
 def epochs(cursor: np.ndarray, count: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """The epochs, each of `count` samples, that the numbers `cursor` fall into: number, where in `cursor`, and the index inside."""
+    """Groups samples by epoch.
+
+    Args:
+        cursor: Numbers of the samples since the start of the run, int64 [n].
+        count: Samples per epoch.
+
+    Returns:
+        For each epoch its number, a mask over `cursor`, bool [n], and the indices in the epoch.
+    """
     number, index = np.divmod(cursor, count)
     return [(epoch, here := number == epoch, index[here]) for epoch in np.unique(number).tolist()]
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows of one token array.
+    """Samples as windows of a token array.
 
-    The row is read as a ring, cut into windows from another place in each epoch: borders move, every window still has its full
-    length, and no window of an epoch overlaps another by more than the one token that is a target here and an input there.
+    The array is a ring. Each epoch starts at another offset, so the borders of windows move. All
+    windows have seq_length + 1 tokens. Within an epoch, neighbors share one token: the last target
+    of one window is the first input of the next.
 
-    eod: the token after which no loss is taken, for what follows it begins another document; None takes all of them.
-    end: the token that ends a document, where samples are to say of which document each token is; None where they are not.
-    documents: where each document begins in `tokens`, int64 [d]; None where nobody knows.
+    Attributes:
+        tokens: Token ids [n].
+        seq_length: Tokens per sample.
+        vocab_size: Upper bound of the ids.
+        eod: End token whose next target is ignored, since it belongs to another document. None
+            keeps all targets.
+        end: End token by which documents are numbered. None returns no numbers.
+        documents: First token of each document, int64 [d]. None if unknown.
     """
 
     tokens: Tokens
@@ -165,6 +225,7 @@ class Windows:
         return fingerprint(self.tokens)
 
     def __len__(self) -> int:
+        # A window also needs the token after its last input.
         return (len(self.tokens) - 1) // self.seq_length
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
@@ -179,6 +240,7 @@ class Windows:
 
     def read(self, places: np.ndarray) -> Rows:
         positions = (places[:, None] + np.arange(self.seq_length + 1)) % len(self.tokens)
+        # Token files are not checked when they are opened, so each window is checked here.
         window = self.tokens[positions].astype(np.int64)
         if window.min() < 0 or window.max() >= self.vocab_size:
             bad = ((window < 0) | (window >= self.vocab_size)).argmax()
@@ -205,20 +267,30 @@ class Windows:
 
 
 def rows_of(window: np.ndarray, eod: int | None, end: int | None) -> Rows:
-    """The samples of windows, int64 [n, seq_length + 1]; `eod` and `end` as of Windows."""
+    """Splits windows into tokens and targets.
+
+    Args:
+        window: Token ids, int64 [n, seq_length + 1].
+        eod: See Windows.
+        end: See Windows.
+
+    Returns:
+        Tokens, targets and, with `end`, document numbers.
+    """
     tokens, targets = window[:, :-1], window[:, 1:]
     masked = targets if eod is None else np.where(tokens == eod, IGNORED, targets)
     return (tokens, masked) if end is None else (tokens, masked, _documents(tokens == end))
 
 
 def _documents(ends: np.ndarray) -> np.ndarray:
-    """The number of the document of each token, int32; what `ends` one is the last of it."""
+    """Numbers the documents in each row from 0, int32. `ends` marks last tokens, bool [n, seq]."""
+    # Minus `ends`: an end token belongs to the document before it.
     numbers: np.ndarray = np.cumsum(ends, axis=1, dtype=np.int32) - ends
     return numbers
 
 
 def positive(**values: int) -> None:
-    """Raise DataError for a value below 1."""
+    """Raises DataError for a value below 1."""
     for name, value in values.items():
         if value < 1:
             raise DataError(f"{name}={value} must be at least 1")
@@ -228,10 +300,19 @@ _PERIOD = 100_000
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the proportions of `weights`, read as they are written: 0.7 and 0.3 are 7 and 3.
+    """Converts weights to integers with the same ratios: 0.7 and 0.3 become 7 and 3.
 
-    Their sum, after which the schedule begins again, is at most 100,000; weights that would need more are rounded to parts of that.
+    Args:
+        weights: Weights of the sources.
+
+    Returns:
+        Integers with a sum of at most 100,000, the period of the schedule. Other weights are
+        rounded to this sum.
+
+    Raises:
+        DataError: A weight is rounded to 0.
     """
+    # Through str: Fraction(0.7) would be the exact binary value, with a huge denominator.
     exact = [Fraction(str(weight)) for weight in weights]
     whole = lcm(*(share.denominator for share in exact))
     parts = [int(share * whole) for share in exact]
@@ -248,11 +329,20 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def schedule(parts: Sequence[int]) -> np.ndarray:
-    """The source of each of sum(parts) samples, source i in parts[i] of them, int64."""
+    """Interleaves sources evenly.
+
+    Args:
+        parts: Samples per period of each source.
+
+    Returns:
+        The source of each sample of a period, int64 [sum(parts)].
+    """
+    # The n-th sample of a source belongs into the n-th of its equal intervals of the period. Among
+    # the samples whose interval has begun, the earliest deadline goes first. This always succeeds.
     period, order = sum(parts), np.empty(sum(parts), dtype=np.int64)
     coming = [
         (0, -(-period // part), source, 1) for source, part in enumerate(parts)
-    ]  # from slot, due by slot, source, its n-th
+    ]  # first slot, deadline, source, n
     heapq.heapify(coming)
     ready: list[tuple[int, int, int]] = []
     for slot in range(period):
@@ -271,14 +361,14 @@ def schedule(parts: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Samples of several sources, `weights[i]` of source i for each sum of weights. A place is the source and the place in it."""
+    """Samples of several sources with weights. A place is the number of a source and a place in it."""
 
     sources: Sequence[Samples]
     weights: Sequence[float]
 
     @cached_property
     def _schedule(self) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """The share of each source, the source of each slot of a period, and the how-many-th of its source it is there."""
+        """Samples per period of each source, source of each slot, and its count within the source."""
         parts = shares(self.weights)
         order = schedule(parts)
         nth = np.empty_like(order)
@@ -303,7 +393,8 @@ class Mixture:
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
     def __len__(self) -> int:
-        """As many as can be taken in these shares without taking one twice."""
+        """Returns how many samples fit the weights without a repetition."""
+        # An upper bound from the ratios, then down to the exact number.
         parts = self._schedule[0]
         most = min(
             len(source) * sum(parts) // part
@@ -318,7 +409,7 @@ class Mixture:
         places = np.stack([which, index], axis=1)
         for number, source in enumerate(self.sources):
             here = which == number
-            if here.any():  # two sources of equally many samples are not in one order
+            if here.any():  # other seeds, so that sources of equal length have different orders
                 places[here, 1] = source.drawn(
                     index[here], seed if number == 0 else (number << 64) + seed
                 )
@@ -354,14 +445,14 @@ class Mixture:
         return found
 
     def _dealt(self, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sample, and the how-many-th of that source it is."""
+        """Returns the source of each sample, and its number within the source."""
         parts, order, nth = self._schedule
         period, slot = np.divmod(cursor, len(order))
         which = order[slot]
         return which, period * np.array(parts)[which] + nth[slot]
 
     def _counts(self, count: int) -> np.ndarray:
-        """How many of the first `count` samples are of each source."""
+        """Returns how many of the first `count` samples come from each source."""
         parts, order, _ = self._schedule
         period, slot = divmod(count, len(order))
         found: np.ndarray = period * np.array(parts) + np.bincount(
