@@ -1,20 +1,28 @@
 """Errors of a GEMM under several scalings, measured on sampled rows and columns.
 
-The operands are quantized as the FP8 layers would do it, by the same functions of `numerics`. Scales
-come from the whole tensor. Only the sampled rows are rounded and multiplied:
+The operands are quantized by the functions of FP8 layers (numerics/). Scales come from the whole
+tensor. Only the sampled rows are rounded and multiplied:
 
     fprop   tokens x output features         error of each token
     dgrad   tokens x input features          error of each input feature
     wgrad   output x input features          error of each row and of each column
 
-Each token passes through a norm later, and Adam rescales each weight. So a small row counts as much
-as a large one: the error of a GEMM is the root mean square of the relative errors of its rows or
-columns. A row that is lost counts as 1.
+A later norm rescales each token, and Adam rescales each weight. So a small row counts as much as a
+large one. The error of a GEMM is the root mean square of the relative errors of its rows or columns.
+A lost row counts as 1.
 
-Gradients are sums in which large terms cancel. What is left is small next to the noise of a
-minibatch, and rounding errors of that size do no harm. So the error of a gradient is relative to the
-sum without cancellation, sqrt(sum_k a_ik^2 b_jk^2). That sum alone would hide a row of an operand
-that is rounded to zero. The relative error of the operand's row counts if it is larger.
+Gradients are sums of large terms with different signs. The sum is small next to the noise of a
+minibatch, and rounding errors of its size do no harm. So the error of a gradient is relative to the
+sum without cancellation: sqrt(sum_k a_ik^2 b_jk^2). This reference would hide a row of an operand
+rounded to zero. So the relative error of the operand's row counts if it is larger.
+
+Contents:
+
+    make_sample      samples the rows of one operand
+    measure_gemm     measures the errors of one GEMM under each scaling
+    relative_error   reduces the error of a product to one number
+    AmaxSeries       the amax history of delayed scaling
+    healthy_errors   the errors of normally distributed operands, a reference for all others
 """
 
 from __future__ import annotations
@@ -46,15 +54,17 @@ from fp8cfg.schema.fp8 import FP8
 ROLES = {FPROP: (INPUT, WEIGHT), DGRAD: (GRAD_OUTPUT, WEIGHT), WGRAD: (GRAD_OUTPUT, INPUT)}
 """The two operands of each GEMM."""
 SAMPLED = 32
-"""Rows that are sampled of activations and gradients. Half of them if they are long."""
+"""Sampled rows of activations and gradients. Half as many if rows are long.
+
+With all rows, a measurement would take several GEMMs of full size for each scaling."""
 LONG = 2048
-"""Elements of a long row. In wgrad a row has all tokens."""
+"""Elements of a long row. In wgrad a row has all tokens of a microbatch."""
 SAMPLED_WEIGHTS = 128
-"""Neighboring rows that are sampled of a weight. Square tiles have at most so many."""
+"""Sampled rows of a weight. They are neighbors, enough for the largest square tile."""
 COMPARED = {FPROP: (1,), DGRAD: (0,), WGRAD: (0, 1)}
-"""Dimensions of the product over which an error is one number: 1 gives rows, 0 gives columns."""
+"""Dimensions of a product to reduce: 1 returns an error for each row, 0 for each column."""
 VALUES = 9
-"""Numbers of a GEMM under one scaling, see `GemmError`."""
+"""Number of figures of a GEMM under one scaling, see `GemmError.read`."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,16 @@ class Candidate:
 
     @cached_property
     def scaling(self) -> Scaling:
-        """The scaling of its layers."""
+        """The scaling of its layers, as numerics/ takes it."""
         return scaling_of(self.fp8)
 
     @cached_property
     def keys(self) -> dict[int, Scaling]:
-        """What the operand of each role depends on. Candidates with equal keys share operands."""
+        """The scaling of each role without settings of other roles.
+
+        Candidates with equal keys share quantized operands.
+        """
+        # hybrid and e4m3 differ in the gradients only, so they share inputs and weights.
         scaling = self.scaling
         return {
             INPUT: replace(scaling, backward=scaling.forward),
@@ -91,14 +105,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class OperandError:
-    """What quantization does to one operand.
+    """Errors of one quantized operand.
 
     Attributes:
         role: INPUT, WEIGHT or GRAD_OUTPUT.
-        error: Error of the product if only this operand is quantized. See the module.
+        error: Error of the product with only this operand quantized. See the module.
         snr: Signal-to-noise ratio of the operand in dB.
-        underflow: Fraction of its elements that are not zero and become zero.
-        overflow: Fraction of its elements that are clipped.
+        underflow: Fraction of its elements rounded from nonzero values to zero.
+        overflow: Fraction of its elements clipped.
     """
 
     role: int
@@ -114,7 +128,7 @@ class GemmError:
 
     Attributes:
         error: Error of the product with both operands quantized. See the module.
-        operands: The first and the second operand.
+        operands: Errors of the first and the second operand.
     """
 
     error: float
@@ -122,7 +136,12 @@ class GemmError:
 
     @classmethod
     def read(cls, gemm: int, values: Sequence[float]) -> GemmError:
-        """Makes it from the numbers of `measure_gemm`."""
+        """Converts a row of `measure_gemm`.
+
+        Args:
+            gemm: FPROP, DGRAD or WGRAD.
+            values: Error of the product, then error, SNR, underflow and overflow of both operands.
+        """
         first, second = ROLES[gemm]
         return cls(
             values[0], (OperandError(first, *values[1:5]), OperandError(second, *values[5:9]))
@@ -130,7 +149,7 @@ class GemmError:
 
     @property
     def blamed(self) -> OperandError:
-        """The operand that adds more to the error."""
+        """The operand with the larger error."""
         return max(self.operands, key=lambda operand: operand.error)
 
 
@@ -143,9 +162,12 @@ class TensorSample:
         gemm: FPROP, DGRAD or WGRAD.
         tensor: The tensor as stored, [R, C].
         amax: Amax of the whole tensor, float32 [].
-        delayed_scales: Scale under each candidate with delayed scaling, float32 [], by key.
-        number: Selects other rows each time.
+        delayed_scales: Scale by key of each candidate with delayed scaling, float32 [].
+        number: Number of the measurement. Each number samples other rows.
         seed: Seed of stochastic rounding.
+        axis: Contracted dimension of the tensor as stored.
+        matrix: The tensor with the contracted dimension last, [M, K].
+        rows: The sampled rows, [rows, K].
     """
 
     role: int
@@ -159,28 +181,35 @@ class TensorSample:
     def __post_init__(self) -> None:
         axis = CONTRACTED[self.role, self.gemm]
         self.axis = axis
-        # The contracted dimension comes last.
+        # Products are rows @ rows.t() for all three GEMMs, and tiles extend along rows.
         self.matrix = self.tensor if axis == 1 else self.tensor.t()
         rows = sampled_rows(self.matrix.shape, self.role == WEIGHT, self.number)
         self.rows = self.matrix[rows.to(self.tensor.device)].contiguous()
 
     @cached_property
     def transformed(self) -> tuple[Tensor, Tensor]:
-        """The sampled rows after the Hadamard transform, and the amax of the whole matrix."""
+        """The sampled rows and the amax of the whole matrix, both after the Hadamard transform."""
+        # NVFP4's global scale comes from the transformed tensor.
         whole = hadamard_transform(self.matrix)
         return hadamard_transform(self.rows), compute_amax_or_nan(whole)
 
     def quantized(self, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
         """Quantizes the sampled rows.
 
+        Args:
+            scaling: A value of `Candidate.keys`.
+
         Returns:
-            The values that are rounded, the rounded values, both float32 [rows, K], and the scale
-            of delayed scaling, float32 [], 0 for other scalings.
+            The values before and after rounding, both float32 [rows, K], and the scale of delayed
+            scaling, float32 []. The scale is 0 for other scalings, because they never clip.
         """
         fmt = scaling.format_of(self.role)
+        # Axis 1, because `rows` has the contracted dimension last, whatever the GEMM.
         tile = scaling.tile(self.role, 1)
         no_scale = torch.zeros((), dtype=torch.float32, device=self.rows.device)
         if tile is None:
+            # None under current scaling and in the first step of delayed scaling: the tensor is
+            # scaled by its own amax.
             stored = self.delayed_scales.get(scaling)
             scale = scales_from_amaxes(self.amax, self.role, scaling, stored)
             operand = quantize(self.rows, scale, fmt, torch.float32)
@@ -194,6 +223,8 @@ class TensorSample:
         random = None
         if scaling.rounds_stochastically(self.role):
             device = rows.device
+            # dgrad and wgrad round the same gradient along two dimensions with other random
+            # numbers, hence the lane.
             draw = torch.full((), self.number, dtype=torch.int32, device=device)
             random = RandomStream(random_key(self.seed).to(device), draw, lane=self.axis)
         operand = quantize_tiles(rows, tile, fmt, scaling, torch.float32, global_scale, random)
@@ -204,10 +235,20 @@ class TensorSample:
 
 
 def sampled_rows(shape: Sequence[int], is_weight: bool, number: int) -> Tensor:
-    """Returns the sampled rows of a matrix of `shape`, int64."""
+    """Chooses rows of a matrix.
+
+    Args:
+        shape: Shape of the matrix, [M, K].
+        is_weight: Whether to choose neighbors.
+        number: Number of the measurement.
+
+    Returns:
+        Indices, int64 [rows].
+    """
     count = shape[0]
     if is_weight:
-        # Whole tiles, because square tiles have one scale for neighboring rows.
+        # Whole tiles, because square tiles have one scale for neighboring rows. Each measurement
+        # takes the next tiles.
         runs = -(-count // SAMPLED_WEIGHTS)
         start = number % max(1, runs) * SAMPLED_WEIGHTS
         return torch.arange(start, min(start + SAMPLED_WEIGHTS, count), dtype=torch.int64)
@@ -225,7 +266,7 @@ def measure_gemm(
 ) -> Tensor:
     """Measures a GEMM under each candidate.
 
-    The host waits for nothing.
+    The host does not wait for the device.
 
     Args:
         gemm: FPROP, DGRAD or WGRAD.
@@ -236,11 +277,13 @@ def measure_gemm(
     Returns:
         float32 [candidates, VALUES], for `GemmError.read`.
     """
+    # Candidates share operands and products if their keys are equal.
     operands: dict[tuple[int, Scaling], _Quantized] = {}
     products: dict[tuple[Scaling, Scaling], Tensor] = {}
     exact = first.rows.float() @ second.rows.float().t()
     size = exact
     if gemm != FPROP:
+        # The sum without cancellation, see the module.
         squares = first.rows.float().square() @ second.rows.float().square().t()
         size = torch.maximum(exact.abs(), squares.sqrt())
     rows = []
@@ -251,10 +294,13 @@ def measure_gemm(
                 operands[sample.role, key] = _Quantized.of(sample, key)
         if keys not in products:
             a, b = operands[first.role, keys[0]], operands[second.role, keys[1]]
+            # After a Hadamard transform `values` differ from the rows, but their product does not:
+            # the transform is orthogonal and both operands have it.
             both = a.rounded @ b.rounded.t() - exact
             only_a = (a.rounded - a.values) @ b.values.t()
             only_b = a.values @ (b.rounded - b.values).t()
             zero_a, zero_b = torch.zeros_like(a.errors), torch.zeros_like(b.errors)
+            # The order of `GemmError.read`.
             error = relative_error(gemm, both, size, a.errors, b.errors)
             error_a = relative_error(gemm, only_a, size, a.errors, zero_b)
             error_b = relative_error(gemm, only_b, size, zero_a, b.errors)
@@ -273,7 +319,7 @@ class _Quantized:
         values: The values before rounding, float32 [rows, K].
         rounded: The values after rounding, float32 [rows, K].
         errors: Relative error of each row, float32 [rows].
-        statistics: Signal-to-noise ratio, underflow and overflow, float32 [3].
+        statistics: SNR in dB, underflow and overflow as fractions, float32 [3].
     """
 
     values: Tensor
@@ -283,7 +329,9 @@ class _Quantized:
 
     @classmethod
     def of(cls, sample: TensorSample, scaling: Scaling) -> _Quantized:
+        """Quantizes a sample and measures its errors."""
         values, rounded, scale = sample.quantized(scaling)
+        # The scale is rounded, so the amax may land just above the maximum. This is no overflow.
         largest = scaling.format_of(sample.role).max * (1 + 2.0**-20)
         underflow = ((values != 0) & (rounded == 0)).float().mean()
         overflow = ((values * scale).abs() > largest).float().mean()
@@ -297,14 +345,18 @@ class _Quantized:
 
 
 def relative_error(gemm: int, error: Tensor, size: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Returns the error of a product, as the module describes it, float32 [].
+    """Reduces the error of a product to one number. See the module.
 
     Args:
         gemm: FPROP, DGRAD or WGRAD.
         error: Error of the product, float32 [M, N].
-        size: What the error is relative to, float32 [M, N].
+        size: Reference of the relative error, float32 [M, N].
         first: Relative errors of the rows of the first operand, float32 [M].
         second: Relative errors of the rows of the second operand, float32 [N].
+
+    Returns:
+        Root mean square of the relative errors, float32 []. For wgrad the larger one of rows and
+        columns.
     """
     worst = torch.zeros((), dtype=torch.float32, device=error.device)
     for dim, of_operand in ((1, first), (0, second)):
@@ -313,6 +365,7 @@ def relative_error(gemm: int, error: Tensor, size: Tensor, first: Tensor, second
         norms = torch.linalg.vector_norm(size, dim=dim)
         lost = torch.linalg.vector_norm(error, dim=dim) / norms
         if gemm != FPROP:
+            # The reference without cancellation hides a row of an operand rounded to zero.
             lost = torch.fmax(lost, of_operand)
         counts = norms > 0  # such as tokens without a loss
         lost = torch.where(counts, lost.clamp(max=1.0), 0.0)
@@ -328,7 +381,7 @@ class AmaxSeries:
     """Amaxes of the three tensors of a layer over the steps of a run.
 
     Attributes:
-        steps: One row for each finished step, float32 [3].
+        steps: Amaxes of input, weight and grad_output in each finished step, float32 [3].
     """
 
     def __init__(self) -> None:
@@ -337,6 +390,8 @@ class AmaxSeries:
 
     def record(self, role: int, t: Tensor) -> Tensor:
         """Folds a tensor into the amaxes of this step. Returns its own amax, float32 []."""
+        # A step has several microbatches: fmax over them, as in FP8 layers. NaN doesn't enter the
+        # history, but the returned amax keeps it.
         amax = compute_amax_or_nan(t)
         if self._current is None:
             self._current = torch.zeros(3, dtype=torch.float32, device=amax.device)
@@ -350,12 +405,12 @@ class AmaxSeries:
         self._current = None
 
     def scale(self, role: int, scaling: Scaling) -> Tensor | None:
-        """Returns the scale that delayed scaling has by now, float32 [], None in the first step."""
+        """Returns the current scale of delayed scaling, float32 [], or None in the first step."""
         if not self.steps:
             return None
         newest = 1 if scaling.amax_compute_algo == "most_recent" else scaling.amax_history_len
         amax = torch.stack([step[role] for step in self.steps[-newest:]]).amax()
-        # Like a scale that was never set: the next tensor is scaled by itself.
+        # 0 is a scale without an update: the tensor is scaled by its own amax.
         return compute_scale(amax, scaling.scaled_max(role), fallback=0.0)
 
 
@@ -363,16 +418,18 @@ class AmaxSeries:
 
 
 def healthy_errors(candidates: Iterable[Candidate]) -> list[dict[int, float]]:
-    """Measures the GEMMs of normally distributed operands: the error that each format has anyway.
+    """Measures GEMMs of normally distributed operands: the unavoidable error of each format.
 
     Returns:
-        For each candidate the error of each GEMM.
+        For each candidate the error by GEMM.
     """
     candidates = list(candidates)
     generator = torch.Generator().manual_seed(0)
+    # The error of a random sum hardly depends on its length. 512 is a multiple of all tiles.
     tokens, inputs, outputs = 512, 512, 512
 
     def normal(rows: int, columns: int) -> Tensor:
+        """Returns a random matrix on the CPU, equal on all machines."""
         return torch.randn(rows, columns, dtype=torch.float32, generator=generator)
 
     tensors = {
@@ -380,6 +437,7 @@ def healthy_errors(candidates: Iterable[Candidate]) -> list[dict[int, float]]:
         WEIGHT: normal(outputs, inputs),
         GRAD_OUTPUT: normal(tokens, outputs),
     }
+    # The history has the amaxes of the same tensors, so delayed scales fit.
     series = AmaxSeries()
     for role, t in tensors.items():
         series.record(role, t)
@@ -403,7 +461,7 @@ def make_sample(
     number: int = 0,
     seed: int = 0,
 ) -> TensorSample:
-    """Samples an operand, with the scales of delayed scaling from the history.
+    """Samples an operand and computes its delayed scales from the history.
 
     Args:
         role: See TensorSample.
@@ -411,7 +469,7 @@ def make_sample(
         tensor: See TensorSample.
         series: Amaxes of the past steps.
         candidates: The scalings.
-        amax: Amax of `tensor` if known.
+        amax: Amax of `tensor`, float32 []. None to compute it.
         number: See TensorSample.
         seed: See TensorSample.
     """

@@ -1,4 +1,4 @@
-"""Probe: measures the operands of all linear layers of a model while it trains.
+"""Probe: measures the GEMMs of all linear layers of a model during training.
 
     probe = OperandProbe(layers, candidates)
     with probe:
@@ -6,9 +6,10 @@
             with probe.step(measured=step in chosen):
                 ...                                   # forward, backward, optimizer step
 
-Hooks measure one layer at a time and keep only numbers. They change no tensor and draw no random
-numbers, so training has the same bits with and without them. Amaxes are recorded in every step, for
-the scales of delayed scaling. GEMMs are measured in the first microbatch of a chosen step.
+Hooks measure one layer at a time and keep only numbers. They change no tensor and draw no numbers
+from torch's generators, so training has the same bits with and without them. Amaxes are recorded in
+every step, because delayed scaling needs a history. GEMMs are measured in the first microbatch of a
+chosen step.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class ProbedLayer:
 
     Attributes:
         module: The module. Its first argument is the input [..., in].
-        matrix: Returns its weight as [out, in].
+        matrix: Converts its weight to [out, in]. Conv1D of GPT-2 stores [in, out].
         amaxes: Amaxes of its tensors.
-        seed: Seed of stochastic rounding, another one for each layer.
+        seed: Seed of stochastic rounding, different for each layer.
     """
 
     def __init__(self, module: nn.Module, matrix: Callable[[Tensor], Tensor], seed: int) -> None:
@@ -53,7 +54,7 @@ class ProbedLayer:
 
     def weight(self) -> Tensor:
         """Returns the weight, [out, in]."""
-        # Read anew each time: FSDP2 exchanges gathered and sharded weights.
+        # Read it in each pass: FSDP2 swaps the parameter between its gathered and sharded form.
         return self.matrix(self.module.get_parameter("weight").detach())
 
 
@@ -61,15 +62,15 @@ class OperandProbe:
     """Measures GEMMs under several scalings. See the module.
 
     Args:
-        layers: Modules by name, with the function that returns their weight as [out, in].
+        layers: Modules by name, each with a function from its weight to [out, in].
         candidates: The scalings.
 
     Attributes:
-        errors: For each layer and GEMM the errors under each candidate, one list for each measured
-            step.
+        errors: By layer and GEMM, a list for each measured step with the errors under each
+            candidate.
         measured: Numbers of the measured steps, from 1.
         layers: The layers by name.
-        seconds: Time of each step, by whether it was measured.
+        seconds: Seconds of each step. The key tells measured steps from others.
     """
 
     def __init__(
@@ -92,25 +93,27 @@ class OperandProbe:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
+        """Registers the hooks."""
         for name, layer in self.layers.items():
             hook = partial(self._forward, name)
-            # Before other hooks: an adapter adds its product to the output.
+            # Before other hooks, because a LoRA hook adds the adapter's product to the output.
             self._handles.append(
                 layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             )
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextmanager
     def step(self, measured: bool) -> Iterator[None]:
-        """Context of one optimizer step.
+        """Context of one optimizer step, with all of its microbatches.
 
         Args:
-            measured: Whether to measure its GEMMs.
+            measured: Whether to measure the GEMMs of this step.
         """
         self._num_steps += 1
         self._is_measuring = measured
@@ -118,6 +121,7 @@ class OperandProbe:
         # Compiled code would not call the hooks.
         with torch.compiler.set_stance("force_eager"):
             yield
+        # At the end of the step: reading waits for the device.
         if measured:
             self._read()
             self.measured.append(self._num_steps)
@@ -128,7 +132,7 @@ class OperandProbe:
         self.seconds[measured].append(time.perf_counter() - began)
 
     def _read(self) -> None:
-        """Waits for the device and reads the numbers of this step."""
+        """Copies the measurements of this step to the host."""
         for (name, gemm), values in self._values.items():
             errors = [GemmError.read(gemm, row) for row in values.tolist()]
             self.errors.setdefault((name, gemm), []).append(errors)
@@ -139,14 +143,24 @@ class OperandProbe:
 
     @torch.no_grad()
     def _forward(self, name: str, module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
-        """Forward hook of a layer."""
+        """Forward hook of a layer: records amaxes, measures fprop and prepares the backward hook.
+
+        Args:
+            name: Name of the layer.
+            module: The layer.
+            args: Positional arguments of its forward pass.
+            kwargs: Keyword arguments of its forward pass.
+            y: Its output, [..., out].
+        """
         if not y.requires_grad:  # an evaluation, or the first pass of reentrant checkpointing
             return
         layer = self.layers[name]
         x: Tensor = (*args, *kwargs.values())[0]
+        # Under autocast the products of a measurement would be rounded to bf16.
         with torch.autocast(x.device.type, enabled=False):
             tensor = x.detach().reshape(-1, x.shape[-1])
             input_amax = layer.amaxes.record(INPUT, tensor)
+            # The weight is constant within a step: once is enough.
             if name not in self._seen_weights:
                 self._seen_weights.add(name)
                 layer.amaxes.record(WEIGHT, layer.weight())
@@ -154,8 +168,9 @@ class OperandProbe:
                 tensors = {INPUT: tensor, WEIGHT: layer.weight()}
                 self._measure(name, FPROP, tensors, {INPUT: input_amax})
         saved_input = None
-        # In each microbatch: activation checkpointing must save the same tensors when it repeats
-        # the forward pass.
+        # In all microbatches, although wgrad is measured only in the first: activation
+        # checkpointing compares the saved tensors of both forward passes. A frozen weight has no
+        # wgrad.
         if self._is_measuring and module.get_parameter("weight").requires_grad:
             saved_input = save_input(x)
         y.register_hook(partial(self._backward, name, saved_input, x.requires_grad))
@@ -164,13 +179,21 @@ class OperandProbe:
     def _backward(
         self, name: str, saved_input: Any, has_input_grad: bool, grad_output: Tensor
     ) -> None:
-        """Gradient hook of the output of a layer."""
+        """Gradient hook of a layer's output: records its amax and measures dgrad and wgrad.
+
+        Args:
+            name: Name of the layer.
+            saved_input: See `save_input`. None if wgrad is not measured.
+            has_input_grad: Whether the layer has a dgrad. The first layer may have none.
+            grad_output: Gradient of the output, [..., out].
+        """
         layer = self.layers[name]
         with torch.autocast(grad_output.device.type, enabled=False):
             tensor = grad_output.detach().reshape(-1, grad_output.shape[-1])
             amaxes = {GRAD_OUTPUT: layer.amaxes.record(GRAD_OUTPUT, tensor)}
             if not self._is_measuring:
                 return
+            # Only the first microbatch: later ones find the values of this step.
             if has_input_grad and (name, DGRAD) not in self._values:
                 tensors = {GRAD_OUTPUT: tensor, WEIGHT: layer.weight()}
                 self._measure(name, DGRAD, tensors, amaxes)
@@ -182,7 +205,14 @@ class OperandProbe:
     def _measure(
         self, name: str, gemm: int, tensors: Mapping[int, Tensor], amaxes: Mapping[int, Tensor]
     ) -> None:
-        """Measures a GEMM of this step. `amaxes` has those that are known."""
+        """Measures a GEMM of this step.
+
+        Args:
+            name: Name of the layer.
+            gemm: FPROP, DGRAD or WGRAD.
+            tensors: Both operands by role, as stored.
+            amaxes: Known amaxes by role. The others are computed.
+        """
         if any(tensor.numel() == 0 for tensor in tensors.values()):
             return  # an expert that received no tokens
         layer = self.layers[name]
@@ -207,21 +237,30 @@ class _SaveInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, empty: Tensor) -> Tensor:
+        """Saves `x`. `empty` requires a gradient, so that the result has a graph node."""
         ctx.save_for_backward(x)
         return empty.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Returns no gradient for `x`. Never called: nothing uses the result."""
         return None, grad
 
 
 @torch.enable_grad()
 def save_input(x: Tensor) -> Any:
-    """Saves the input of a layer until its backward pass. Read it from `.saved_tensors`.
+    """Saves the input of a layer until its backward pass.
 
-    The layer saves the same tensor, so this takes no memory. Unlike a reference, it lets activation
-    checkpointing drop the tensor and compute it again.
+    The layer saves the same tensor, so this takes no memory. Unlike a Python reference, it lets
+    activation checkpointing drop the tensor and compute it again.
+
+    Args:
+        x: The input.
+
+    Returns:
+        A graph node. Read the tensor from its `saved_tensors`.
     """
+    # A hook runs without gradients, so there is no graph yet.
     empty = torch.empty(0, dtype=torch.float32, device=x.device, requires_grad=True)
     return _SaveInput.apply(x, empty).grad_fn
