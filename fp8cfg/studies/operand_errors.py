@@ -8,8 +8,8 @@ tensor. Only the sampled rows are rounded and multiplied:
     wgrad   output x input features          error of each row and of each column
 
 A later norm rescales each token, and Adam rescales each weight. So a small row counts as much as a
-large one. The error of a GEMM is the root mean square of the relative errors of its rows or columns.
-A lost row counts as 1.
+large one. The error of a GEMM is the root mean square of the relative errors of its rows or
+columns. A lost row counts as 1.
 
 Gradients are sums of large terms with different signs. The sum is small next to the noise of a
 minibatch, and rounding errors of its size do no harm. So the error of a gradient is relative to the

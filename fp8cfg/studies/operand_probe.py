@@ -261,6 +261,6 @@ def save_input(x: Tensor) -> Any:
     Returns:
         A graph node. Read the tensor from its `saved_tensors`.
     """
-    # A hook runs without gradients, so there is no graph yet.
+    # Autograd creates a node only if an input requires a gradient. `x` may require none.
     empty = torch.empty(0, dtype=torch.float32, device=x.device, requires_grad=True)
     return _SaveInput.apply(x, empty).grad_fn

@@ -1,7 +1,8 @@
-"""HTML pages with figures and tables. A page is one file that needs no server and no network.
+"""HTML pages with figures and tables. A page is one file without server and network.
 
-Plotly draws the figures. Its script is part of the page. Names and values may come from users, so
-all of them are escaped.
+Plotly draws the figures. Its script is part of the page, about 4 MB. Names and values may come from
+users, so all of them are escaped. page.html is the template, page.css the style, and page.js draws
+figures and handles switches.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ COLORS = (
 )
 """Colors of series. Each has a contrast of at least 3 on the light and on the dark background."""
 DASHES = ("solid", "dash", "dot", "dashdot")
+"""Plotly's dashes. After all colors with one dash, the next dash begins."""
 FILTERED_ROWS = 15
-"""A table with more rows gets a field that filters them."""
+"""A table with more rows gets a filter."""
 GENERATOR = b'<meta name="generator" content="fp8cfg">'
+"""Mark in the head of our pages. Only files with this mark are replaced."""
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s?(%|x|[A-Za-z]{1,4}(/[a-z]{1,6})?)?")
-"""Text of a cell that is aligned as a number, such as 1.2 GiB."""
+"""Text of a numeric cell, with an optional unit, such as 1.2 GiB or 8,532."""
 Value = str | int | float | bool | None
-"""A value in a table. Numbers are shortened to four digits; format them yourself if you need more."""
+"""A value in a table. Floats are shown with four digits. Pass text for more digits."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Facts:
     """A row of key figures in large print.
 
     Attributes:
-        items: Label and value of each.
+        items: Label and value of each figure.
     """
 
     items: Sequence[tuple[str, Value]]
@@ -85,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Columns of numbers are aligned to the right.
+    """A table. Numeric columns are aligned to the right.
 
     Attributes:
         columns: Titles of the columns.
@@ -102,23 +105,22 @@ class Table:
 class Figure:
     """A Plotly figure.
 
-    Colors of text, axes and background follow the theme of the page. Give each series a color with
-    `line_style`. Arrays of numbers are smaller after `packed`. Names need `plotly_text`.
+    Colors of text, axes and background follow the theme of the page. Set the color of each series
+    with `line_style`. Encode arrays with `packed` and names with `plotly_text`.
 
     Attributes:
         title: Title above the figure.
-        data: Plotly traces. A trace whose `legendgroup` is a name of the page's legend can be
-            switched there.
+        data: Plotly traces. The legend of the page switches traces by their `legendgroup`.
         layout: Plotly layout, such as titles of axes.
         note: Remark under the figure.
         height: Height in pixels.
         wide: Whether the figure takes the whole width. Otherwise two fit next to each other.
         log_switch: Whether to offer a logarithmic y axis.
-        log_colors: Whether colors of a heat map are logarithmic. Its `z` must be packed and
-            float32. Labels and `%{customdata}` in its hovertemplate have the original values. Zeros
-            get the lowest color.
-        x_choices: The x values of each trace for each name of the page's switch, such as
-            {"steps": [...], "tokens": [...]}. The first one is `x` of the traces.
+        log_colors: Whether colors of a heat map are logarithmic. `z` of the trace must be packed
+            and float32. Use `%{customdata}` in its hovertemplate for the original values. Zeros get
+            the lowest color.
+        x_choices: x values of each trace, by the names of the page's switch, such as
+            {"steps": [...], "tokens": [...]}. The first choice is shown at the start.
     """
 
     title: str
@@ -134,10 +136,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tabs:
-    """Blocks of which one panel is visible at a time.
+    """Panels of blocks. One panel is visible at a time.
 
     Attributes:
-        label: What the tabs choose, such as "Tensor".
+        label: Title of the choice, such as "Tensor".
         panels: Blocks by the name of the tab.
     """
 
@@ -147,7 +149,7 @@ class Tabs:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that are hidden until the reader opens them.
+    """Blocks behind a line. The reader opens them with a click.
 
     Attributes:
         title: The visible line.
@@ -163,7 +165,7 @@ Block = Text | Facts | Table | Figure | Tabs | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page, with an entry in its table of contents.
+    """A section of a page. The table of contents has an entry for it.
 
     Attributes:
         title: Heading.
@@ -175,13 +177,17 @@ class Section:
 
 
 def line_style(index: int) -> dict[str, str]:
-    """Returns color and dash of series `index` for `line` of a Plotly trace."""
+    """Returns color and dash of a series, for `line` of a Plotly trace.
+
+    Args:
+        index: Number of the series. 32 series differ in color or dash, then styles repeat.
+    """
     dash = DASHES[index // len(COLORS) % len(DASHES)]
     return {"color": COLORS[index % len(COLORS)], "dash": dash}
 
 
 def plotly_text(text: str) -> str:
-    """Escapes text for names and labels of a figure. Plotly reads tags such as <b> in them."""
+    """Escapes text for names and labels of a figure. Plotly interprets tags such as <b>."""
     return html.escape(text, quote=False)
 
 
@@ -189,17 +195,21 @@ def packed(values: Sequence[float] | NDArray[Any]) -> dict[str, str]:
     """Encodes numbers for a Plotly trace in binary form, smaller and faster than JSON.
 
     Args:
-        values: Numbers of shape [N] or [rows, columns]. NaN is a gap. Integers within 32 bits are
-            kept exactly, other numbers are rounded to float32. Values beyond its range are kept
-            in float64.
+        values: Numbers of shape [N] or [rows, columns]. NaN is a gap.
+
+    Returns:
+        Plotly's specification of a typed array, in base64. int32 for integers below 2^31, float32
+        for other numbers, float64 beyond both ranges.
     """
     array = np.asarray(values)
     kind = "f4"
     if array.dtype.kind in "iu":
+        # In float64, because abs() of the smallest int64 overflows. Plotly has no int64.
         fits = array.size == 0 or np.abs(array.astype(np.float64)).max() < 2**31
         kind = "i4" if fits else "f8"
     elif np.abs(array[np.isfinite(array)]).max(initial=0.0) > np.finfo(np.float32).max:
         kind = "f8"
+    # Plotly expects little-endian data in row order, whatever the machine.
     data = base64.b64encode(np.ascontiguousarray(array, dtype=f"<{kind}").tobytes())
     spec = {"dtype": kind, "bdata": data.decode("ascii")}
     if array.ndim == 2:
@@ -222,7 +232,7 @@ def write_page(
         title: Title of the page.
         sections: Contents.
         subtitle: A line under the title.
-        legend: Names of the series. Each gets a switch at the top, in the color of its
+        legend: Names of the series. Each name has a switch at the top, in the color of its
             `line_style`.
 
     Raises:
@@ -267,12 +277,13 @@ def page_html(
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
     template = (folder / "page.html").read_text(encoding="utf-8")
-    # One pass: a value that contains a placeholder stays as it is.
+    # One pass over the template: a placeholder within a user's text stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def plotly_script() -> str:
     """Returns Plotly's script. Raises ConfigError if Plotly is not installed."""
+    # Plotly is an optional dependency, the extra `report`.
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -281,7 +292,8 @@ def plotly_script() -> str:
 
 
 def check_page_path(path: Path) -> None:
-    """Raises ConfigError if `path` is a folder or a file that is not a page of fp8cfg."""
+    """Raises ConfigError if `path` is a folder, or a file other than a page of fp8cfg."""
+    # Guards against a typo such as --output recipe.yaml.
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name a file, as in {path / 'report.html'}")
     if not path.exists():
@@ -293,7 +305,9 @@ def check_page_path(path: Path) -> None:
 
 
 def replace_page(path: Path, text: str) -> None:
-    """Writes a page at once: a reader sees the old page or the new one. See `write_page`."""
+    """Replaces a page atomically: a browser loads the old page or the new one. See `write_page`."""
+    # In the same folder, because a rename is only atomic within a file system. The name is cut to
+    # stay below the 255 bytes of most file systems.
     new = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}")
     try:
         check_page_path(path)
@@ -303,22 +317,25 @@ def replace_page(path: Path, text: str) -> None:
     except OSError as error:
         raise NotWritable(f"{path}: cannot be written ({error.strerror})") from None
     finally:
+        # Left over only after an error.
         with suppress(OSError):
             os.unlink(new)
 
 
 class _Writer:
-    """Writes blocks as HTML and numbers their elements."""
+    """Converts blocks to HTML. Figures and tabs get consecutive numbers for their ids."""
 
     def __init__(self) -> None:
         self.x_names: list[str] = []
-        """Names of the switch of the x axis, of all figures."""
+        """Names for the switch of the x axis, collected from all figures."""
         self._number = 0
 
     def blocks(self, blocks: Iterable[Block]) -> str:
+        """Returns the HTML of several blocks."""
         return "".join(self.block(block) for block in blocks)
 
     def block(self, block: Block) -> str:
+        """Returns the HTML of a block."""
         match block:
             case Text():
                 tone = f' class="{_escape(block.tone)}"' if block.tone else ""
@@ -342,6 +359,8 @@ class _Writer:
                 )
 
     def table(self, table: Table) -> str:
+        """Returns the HTML of a table, with a filter if it is long."""
+        # A column is numeric if all of its cells are. One empty column is not.
         numeric = [
             all(_is_number(row[column]) for row in table.rows)
             and any(row[column] is not None for row in table.rows)
@@ -349,6 +368,7 @@ class _Writer:
         ]
 
         def cell(tag: str, column: int, text: str) -> str:
+            """Returns a th or td element of a column."""
             kind = ' class="number"' if numeric[column] else ""
             scope = ' scope="col"' if tag == "th" else ""
             return f"<{tag}{scope}{kind}>{text}</{tag}>"
@@ -367,7 +387,7 @@ class _Writer:
                 f'<input type="search" class="filter" placeholder="Filter {len(rows)} rows"'
                 f' aria-label="{label}">'
             )
-        # Focusable, because it scrolls.
+        # Focusable, because keyboards must be able to scroll it.
         return (
             f'<div class="table">{search}<div class="scroll" tabindex="0" role="region"'
             f' aria-label="{_escape(name)}"><table>{caption}<thead><tr>{titles}</tr></thead>'
@@ -375,6 +395,7 @@ class _Writer:
         )
 
     def figure(self, figure: Figure) -> str:
+        """Returns the HTML of a figure, with its data as JSON for page.js."""
         number = self._next()
         for name in figure.x_choices:
             if name not in self.x_names:
@@ -393,6 +414,7 @@ class _Writer:
         )
 
     def tabs(self, tabs: Tabs) -> str:
+        """Returns the HTML of tabs: radio buttons, so that arrow keys work without a script."""
         number = self._next()
         radios, panels = [], []
         for i, (name, blocks) in enumerate(tabs.panels.items()):
@@ -410,12 +432,13 @@ class _Writer:
         )
 
     def _next(self) -> int:
+        """Returns the next number for an id."""
         self._number += 1
         return self._number
 
 
 def _x_switch(names: Sequence[str]) -> str:
-    """Returns the switch of the x axis."""
+    """Returns the switch of the x axis, or "" without a choice."""
     if len(names) < 2:
         return ""
     radios = "".join(
@@ -427,9 +450,10 @@ def _x_switch(names: Sequence[str]) -> str:
 
 
 def _legend(names: Sequence[str]) -> str:
-    """Returns the switches of the series."""
+    """Returns the switches of the series, or "" without names."""
     if not names:
         return ""
+    # CSS has no border with dashes and dots.
     borders = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
     items = []
     for i, name in enumerate(names):
@@ -444,11 +468,12 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _is_number(value: Value | Badge) -> bool:
-    """Whether a cell is aligned to the right. An empty cell does not decide."""
+    """Whether a cell may be in a numeric column. An empty cell may."""
     if value is None or value in ("", "-"):
         return True
     if isinstance(value, str):
         return NUMBER.fullmatch(value) is not None
+    # bool is a subclass of int.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -463,6 +488,7 @@ def _shown(value: Value) -> str:
     """Returns a value as text."""
     if value is None:
         return ""
+    # As in YAML: true, not True.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -478,13 +504,14 @@ def _escape(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Returns JSON for a script element, in which `<` is escaped. NaN and infinity become null."""
+    """Returns JSON for a script element. NaN and infinity become null."""
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    # Otherwise a name with </script> would end the element.
     return text.replace("<", "\\u003c")
 
 
 def _finite(value: Any) -> Any:
-    """Returns plain JSON values: arrays as lists, NaN and infinity as None."""
+    """Converts a value for JSON: arrays to lists, NaN and infinity to None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
