@@ -1,6 +1,6 @@
 """HTML pages with figures and tables. A page is one file without server and network.
 
-Plotly draws the figures. Its script is part of the page, about 4 MB. Names and values may come from
+Plotly draws the figures. Its script is part of the page, about 5 MB. Names and values may come from
 users, so all of them are escaped. page.html is the template, page.css the style, and page.js draws
 figures and handles switches.
 """

@@ -1,4 +1,7 @@
-"""Parity: does a recipe train as well in another precision as in the baseline's?"""
+"""Parity of precisions: compares the losses of a recipe in several precisions with a baseline.
+
+parity_runs.py trains the runs, loss_gap.py has the statistics, parity_verdicts.py judges the gaps.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ def parity(
 ) -> ParityReport:
     """Trains a recipe in several precisions and compares the losses with a baseline's.
 
-    All precisions have the same seeds, so the same first weights and the same samples in the same
-    order. Runs are ordinary run folders, log.dir/parity-NAME-Nsteps/PRECISION-seedK. A second call
-    reuses finished runs and resumes stopped ones.
+    All precisions have the same seeds: the same first weights and the same samples in the same
+    order. Each run has an ordinary run folder, log.dir/parity-NAME-Nsteps/PRECISION-seedK. A second
+    call reuses finished runs and resumes stopped ones.
 
     Args:
         recipe: The recipe.
@@ -49,17 +52,16 @@ def parity(
             `recipe`. Overrides may follow a name, such as "bf16_fp8 fp8.margin=1".
         seeds: Number of seeds: trainer.seed and the numbers after it.
         steps: Optimizer steps. Defaults to trainer.max_steps.
-        tolerance: Largest gap of the loss that is accepted, in nats per token.
-        against: Run folders of a baseline that exists already, each with another seed. Then all of
+        tolerance: Largest accepted gap of the loss, in nats per token.
+        against: Run folders of an existing baseline, each with another seed. Then all of
             `precisions` are compared with it, on its seeds.
-        executor: Runs each training, see `fp8cfg.run`. Defaults to this process, with one rank.
+        executor: Starts each training, see `fp8cfg.run`. Defaults to this process, with one rank.
         config_dir: Folder with your own presets.
         output: HTML page to write, with the curves. Needs the extra fp8cfg[report].
         say: Called with each message.
 
     Returns:
-        The gaps and verdicts. `report.failed` tells whether a precision is worse than the
-        baseline.
+        The gaps and verdicts. `report.failed` is True if a precision is worse than the baseline.
 
     Raises:
         ConfigError: The recipe or an argument is not valid, or a run folder has another recipe.
@@ -71,10 +73,12 @@ def parity(
     expect("parity", recipe, Recipe, "a Recipe")
     if ranks() > 1:
         raise ConfigError("parity: runs on one rank; for more, pass an executor, without torchrun")
+    # First the checks that take no time: the study may train for days.
     if output is not None:
         check_output(Path(output))
     overrides = [] if steps is None else [f"trainer.max_steps={steps}"]
     recipes = {}
+    # A plain string is a list as on the command line: "bf16,bf16_fp8".
     names = split_list(precisions, ",") if isinstance(precisions, str) else precisions
     for text in names:
         recipes[text] = compose([*precision_words(text), *overrides], config_dir, base=recipe)

@@ -1,4 +1,4 @@
-"""HTML page of a parity study: verdicts, curves of losses and gaps, and the limits of the study."""
+"""HTML page of a parity study: verdicts, curves of losses and gaps, limits of the study."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ TONES = {
     "diverged": "bad",
 }
 BAND_COLOR = "rgba(125,133,148,0.25)"
-"""Gray, on a light and on a dark background."""
+"""Transparent gray, for a light and a dark background."""
 MOST_POINTS = 2000
-"""Most points of a curve."""
+"""Most points of a curve, about the pixels of a wide figure."""
 STEP_AXIS = {"title": {"text": "step"}}
 
 
 def write_parity_page(report: ParityReport, path: Path) -> None:
     """Writes the page of a study.
+
+    Args:
+        report: The result of the study.
+        path: The HTML file. An older page of fp8cfg is replaced.
 
     Raises:
         ConfigError: Plotly is not installed, or the path has another file.
@@ -63,11 +67,14 @@ def write_parity_page(report: ParityReport, path: Path) -> None:
 
 
 def check_output(path: Path, option: str = "") -> None:
-    """Raises ConfigError if the page cannot be written. Call it before the study trains.
+    """Checks that the page can be written. Call it before the study trains.
 
     Args:
         path: The HTML file.
         option: Beginning of the message, such as "--output ".
+
+    Raises:
+        ConfigError: Plotly is not installed, or the path has another file.
     """
     plotly_script()
     try:
@@ -77,6 +84,7 @@ def check_output(path: Path, option: str = "") -> None:
 
 
 def _facts(report: ParityReport) -> Facts:
+    """Returns the key figures of the study."""
     study = report.study
     items: list[tuple[str, str]] = [
         ("baseline", study.baseline),
@@ -90,6 +98,7 @@ def _facts(report: ParityReport) -> Facts:
 
 
 def _verdict_table(report: ParityReport) -> Table:
+    """Lists the verdict and the gap of each precision."""
     rows: list[list[Value | Badge]] = []
     for verdict in report.verdicts:
         last = verdict.gaps.last if verdict.gaps else None
@@ -107,11 +116,13 @@ def _verdict_table(report: ParityReport) -> Table:
 
 
 def _messages(report: ParityReport) -> list[Text]:
+    """Returns why runs diverged, and an explanation of the table."""
     lines = [
         Text(f"{verdict.precision}: {verdict.message}", "warning")
         for verdict in report.verdicts
         if verdict.message
     ]
+    # With one seed the columns of noise are empty. The limits of the study explain it.
     if len(report.study.seeds) == 1:
         return lines
     explanation = (
@@ -124,6 +135,7 @@ def _messages(report: ParityReport) -> list[Text]:
 
 def _gap_figure(report: ParityReport) -> Figure:
     """Draws the gap of each precision by step, over the noise band of the baseline's seeds."""
+    # Gaps are means over windows and have no spikes, so evenly spaced points suffice.
     shown = _shown_points(len(report.steps))
     steps = [report.steps[index] for index in shown]
     traces: list[dict[str, Any]] = []
@@ -241,6 +253,7 @@ def _gap_table(report: ParityReport) -> Table:
 
 def _loss_figure(report: ParityReport) -> Figure:
     """Draws the mean loss of each precision by step, and the range of the baseline's seeds."""
+    # The band is drawn at evenly spaced steps. Curves are decimated below so that spikes stay.
     shown = _shown_points(len(report.steps))
     steps = [report.steps[index] for index in shown]
     baseline = report.losses[report.study.baseline].values()
@@ -276,11 +289,13 @@ def _loss_figure(report: ParityReport) -> Figure:
 
 
 def _val_table(report: ParityReport) -> Table:
+    """Lists the gap of the last validation loss of each precision."""
     rows = [[verdict.precision, _signed(verdict.val_gap)] for verdict in report.verdicts]
     return Table(("precision", "gap"), rows, "Last validation loss, not part of the verdict")
 
 
 def _run_table(report: ParityReport) -> Table:
+    """Lists the run folders, with a given baseline first."""
     rows: list[list[str]] = []
     for seed, folder in report.study.given.items():
         rows.append([report.study.baseline, str(seed), str(folder)])
@@ -290,10 +305,11 @@ def _run_table(report: ParityReport) -> Table:
 
 
 def _shown_points(count: int) -> list[int]:
-    """Returns the indices of the drawn points, evenly spaced, with the last one.
+    """Returns evenly spaced indices of the drawn points, and the last index.
 
-    It suits bands and means over windows. They have no spikes.
+    Use it for bands and means over windows. A curve with spikes needs `keep_extremes`.
     """
+    # Rounded up, so that at most MOST_POINTS points and the last one are drawn.
     stride = -(-count // MOST_POINTS)
     shown = list(range(0, count, stride))
     if shown[-1] != count - 1:
@@ -302,7 +318,16 @@ def _shown_points(count: int) -> list[int]:
 
 
 def _band(x: Sequence[int], low: list[float], high: list[float], name: str) -> list[dict[str, Any]]:
-    """Returns the traces of a filled band."""
+    """Returns the traces of a filled band.
+
+    Args:
+        x: Steps.
+        low: Lower edge.
+        high: Upper edge.
+        name: Name in the legend.
+    """
+    # Plotly fills from a trace to the one before it. Edges have no line, no label and no entry in
+    # the legend, except for one entry of the band.
     edge = {"x": list(x), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
     return [
         {**edge, "y": low, "showlegend": False},
@@ -311,22 +336,26 @@ def _band(x: Sequence[int], low: list[float], high: list[float], name: str) -> l
 
 
 def _with_gaps(report: ParityReport) -> list[Verdict]:
-    """Returns the verdicts of precisions that did not diverge."""
+    """Returns the verdicts with gaps. A diverged precision has none."""
     return [verdict for verdict in report.verdicts if verdict.gaps]
 
 
 def _curve(verdict: Verdict) -> Sequence[Any]:
+    """Returns the gaps at each step, empty for a diverged precision."""
     return verdict.gaps.curve if verdict.gaps else ()
 
 
 def _line(report: ParityReport, precision: str) -> dict[str, str]:
-    """Returns the color and dash of a precision, the same as in the legend of the page."""
+    """Returns the color and dash of a precision."""
+    # By its place in `losses`, because the legend of the page lists these names.
     return line_style(list(report.losses).index(precision))
 
 
 def _signed(value: float | None) -> str:
+    """Formats a gap with its sign."""
     return "" if value is None else f"{value:+.4f}"
 
 
 def _plain(value: float | None) -> str:
+    """Formats noise or a detectable gap. Both are unknown with one seed."""
     return "unknown" if value is None else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""Result of a parity study: gaps, verdicts, and what the study cannot tell."""
+"""Result of a parity study: gaps, verdicts and limits, as text, JSON and in notebooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8cfg.studies.parity_runs import Study
 
 VerdictName = Literal["within noise", "within tolerance", "worse", "diverged"]
 FAILED = 3
-"""Exit code if a precision is worse than the baseline or diverged."""
+"""Exit code if a precision is worse than the baseline or diverged. CI jobs can test for it."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,14 @@ class Verdict:
     Attributes:
         precision: Name of the precision.
         verdict: "within noise", "within tolerance", "worse" or "diverged".
-        from_step: Step from which on the loss is worse, or at which the first run diverged.
+        from_step: First step of the worse stretch, or step of the first divergence. None if the
+            precision passes.
         gaps: Gaps to the baseline. None if a run diverged.
-        val_gap: Mean gap of the last validation loss that all runs have. None without one.
-        detectable: Gap that a study like this calls worse in four of five cases. None with one
-            seed.
-        seeds_needed: Seeds to detect twice the tolerance. None if they are too many or unknown.
-        message: Why a run diverged, or "".
+        val_gap: Mean gap of the last common validation loss. None without validation.
+        detectable: True gap that fails in four of five studies like this. None with one seed.
+        seeds_needed: Number of seeds to detect twice the tolerance. None if it is unknown or above
+            MOST_SEEDS.
+        message: Reason of a divergence, or "".
     """
 
     precision: str
@@ -53,7 +54,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether the precision is worse than the baseline."""
+        """Whether the precision is worse than the baseline or diverged."""
         return self.verdict in ("worse", "diverged")
 
     def __str__(self) -> str:
@@ -68,18 +69,17 @@ class Verdict:
 
 @dataclass(frozen=True, repr=False)
 class ParityReport:
-    """Result of a parity study.
-
-    `str(report)` is the table and the limits of the study.
+    """Result of a parity study. Prints as a table with the limits of the study.
 
     Attributes:
         study: The runs.
-        verdicts: One for each precision except the baseline.
-        steps: Steps at which losses are compared.
-        window: Number of last steps that are averaged for the verdict.
-        losses: Training losses by precision, seed and step, the baseline first.
+        verdicts: A verdict for each precision except the baseline.
+        steps: Common steps of all runs. Losses are compared at these steps.
+        window: Length of the last window in steps. Its mean decides the verdict.
+        losses: Training losses by precision, seed and step, the baseline first. Diverged precisions
+            are left out.
         band: Noise band from the baseline's seeds at each step. Empty with one seed.
-        limits: What the study cannot tell, one line each.
+        limits: Questions beyond this study, one line each.
     """
 
     study: Study
@@ -92,7 +92,7 @@ class ParityReport:
 
     @property
     def failed(self) -> bool:
-        """Whether a precision is worse than the baseline."""
+        """Whether a precision is worse than the baseline or diverged."""
         return any(verdict.failed for verdict in self.verdicts)
 
     @property
@@ -101,13 +101,13 @@ class ParityReport:
         return FAILED if self.failed else 0
 
     def mean_loss(self, precision: str) -> list[float]:
-        """Returns the mean loss over the seeds, smoothed over the window, at each of `steps`."""
+        """Returns the smoothed mean loss over the seeds at each of `steps`."""
         losses = [[run[step] for step in self.steps] for run in self.losses[precision].values()]
         smooth = trailing_means(np.array(losses, dtype=np.float64), self.window)
         return [float(value) for value in smooth.mean(0)]
 
     def data(self) -> dict[str, Any]:
-        """Returns the result as data for JSON."""
+        """Returns the result as plain data for JSON."""
         study = self.study
         return {
             "recipe": study.name,
@@ -139,6 +139,7 @@ class ParityReport:
         ]
         _print_lines(console, lines)
         console.print(_table(self.verdicts))
+        # Only diverged precisions have a message.
         lines = [f"{verdict.precision}: {verdict.message}" for verdict in self.verdicts]
         _print_lines(console, [line for line in lines if not line.endswith(": ")])
         _print_lines(console, ["what this study cannot tell:"])
@@ -146,6 +147,7 @@ class ParityReport:
         _print_lines(console, [f"runs: {study.folder}"])
 
     def _baseline_line(self) -> str:
+        """Returns the line on the baseline: its last loss and the noise band."""
         loss = self.mean_loss(self.study.baseline)[-1]
         steps = "step" if self.window == 1 else f"{self.window} steps"
         line = f"baseline {self.study.baseline}: loss {loss:.4f} in the last {steps}"
@@ -163,18 +165,21 @@ class ParityReport:
         return str(self)  # the losses of all steps would fill the screen
 
     def _repr_html_(self) -> str:
+        """Returns the table for notebooks."""
         return sections_html(f"Parity of {self.study.name}", [Section("verdicts", [str(self)])])
 
 
 def _seeds(seeds: Sequence[int]) -> str:
     """Returns the seeds in words."""
+    # With --against the seeds need not be consecutive.
     if len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
         return f"seeds {seeds[0]} to {seeds[-1]}"
     return f"seeds {', '.join(map(str, seeds))}"
 
 
 def _print_lines(console: Console, lines: Sequence[str], first: str = "") -> None:
-    """Prints lines of at most 80 columns, without markup."""
+    """Prints lines of at most 80 columns."""
+    # As Text, because rich would read brackets in paths and overrides as markup.
     for line in lines:
         text = wrapped(printable(line), first, "  ")
         console.print(Text(text), soft_wrap=True)
@@ -200,10 +205,12 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _number(value: float | None) -> str:
+    """Formats noise or a detectable gap. Both are unknown with one seed."""
     return "?" if value is None else f"{value:.4f}"
 
 
 def _verdict_data(verdict: Verdict) -> dict[str, Any]:
+    """Returns a verdict as plain data for JSON."""
     gaps = verdict.gaps
     last = gaps.last if gaps else None
     largest = gaps.largest if gaps else None
