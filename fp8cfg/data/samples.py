@@ -51,8 +51,8 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     keys = _keys(seed, epoch)
     out = _feistel(values.reshape(-1).astype(np.uint64), keys, half)
-    # Cycle walking. The network permutes a power of four of at most 4n, so a value needs about four
-    # rounds to get below n. It always ends: the value started below n, and so its cycle returns.
+    # Cycle walking. The domain of the network is a power of four, at most 4n, so a value gets below n
+    # after four passes on average. It always ends: the cycle leads back to the start, which is < n.
     while (outside := out >= np.uint64(n)).any():
         out[outside] = _feistel(out[outside], keys, half)
     return out.astype(np.int64).reshape(values.shape)
@@ -361,14 +361,14 @@ def schedule(parts: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Samples of several sources with weights. A place is the number of a source and a place in it."""
+    """Samples of several sources with weights. A place has the source and a place in it."""
 
     sources: Sequence[Samples]
     weights: Sequence[float]
 
     @cached_property
     def _schedule(self) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Samples per period of each source, source of each slot, and its count within the source."""
+        """Samples of each source per period, the source of each slot, and the number in it."""
         parts = shares(self.weights)
         order = schedule(parts)
         nth = np.empty_like(order)

@@ -1,10 +1,11 @@
-"""Stream of tokens: windows of texts that are read and tokenized while a run goes on, for what is too large to hold.
+"""Streaming data: texts are read and tokenized during the run, for data larger than memory.
 
-The documents of all shards stand one after the other, an end token after each, and sample k is the k-th window of that row.
-Nothing is shuffled. A window is found again from its cursor, the shard, row and token that it begins with, which a checkpoint
-keeps: what is left over of a row in the window before belongs to it.
+The documents of all shards are concatenated, with an end token after each. Sample k is the k-th
+window of this sequence. There is no shuffling. A checkpoint stores a cursor: shard, row and token
+of the next window.
 
-Every rank reads all of the stream and takes its own windows: the samples of a step do not depend on how many ranks there are.
+Each rank reads the whole stream and uses its own windows. So the samples of a step do not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ from fp8cfg.data.tokenizer import Tokenizer
 
 
 class Cursor(NamedTuple):
-    """A place in a stream: how often all shards were read before, the shard, the row in it, and the token of that row, each from
-    0. `digest` is of the row's text, by which a resumed run knows it again."""
+    """A position in a stream. All numbers start at 0.
+
+    Attributes:
+        epoch: Number of the pass over all shards.
+        shard: Number of the file.
+        row: Number of the row in the file.
+        token: Number of the token in the row.
+        digest: Hash of the row's text. A resumed run checks it.
+    """
 
     epoch: int = 0
     shard: int = 0
@@ -48,7 +56,14 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of a stream at `path`; `text_key` is the column of the text. Which they are is settled once, when a run begins."""
+    """Files of a stream. The list is fixed when a run starts.
+
+    Attributes:
+        kind: Format, a key of SUFFIXES.
+        path: File, folder or pattern, as the user wrote it.
+        text_key: Column of the text.
+        paths: The files, sorted by name.
+    """
 
     kind: str
     path: str
@@ -57,7 +72,16 @@ class Shards:
 
     @classmethod
     def found(cls, kind: str, path: str, text_key: str) -> Shards:
-        """The shards at `path`, a file, a folder or a pattern. DataError where there is none, and for a kind without shards."""
+        """Finds the shards at a path.
+
+        Args:
+            kind: Name of the data source.
+            path: File, folder or pattern.
+            text_key: Column of the text.
+
+        Raises:
+            DataError: No such file, or the source cannot be streamed.
+        """
         if kind not in SUFFIXES:
             raise DataError(
                 f"data source {kind!r} is not read as a stream; {', '.join(SUFFIXES)} are"
@@ -66,7 +90,8 @@ class Shards:
 
     @cached_property
     def sha256(self) -> str:
-        """A fingerprint of their names and sizes, for which nothing is read; the name of a single file does not count."""
+        """Fingerprint of names and sizes. No data is read."""
+        # Relative names, so that the data may move. A single file may be renamed too.
         above = (
             os.path.commonpath([path.parent for path in self.paths])
             if len(self.paths) > 1
@@ -79,24 +104,26 @@ class Shards:
 
     @property
     def description(self) -> str:
-        """What they are, for people."""
+        """Text for the header of a run."""
         count = f"{len(self.paths)} files of " if len(self.paths) > 1 else ""
         return f"stream of {count}{self.path}, {size_of(list(self.paths)) / 1e6:.2f} MB"
 
     def texts(
         self, start: Cursor, on_bad_row: OnBadRow = raise_error
     ) -> Iterator[tuple[Cursor, bytes]]:
-        """Yields the texts from the row of `start` on, without an end. Empty ones are left out.
+        """Yields texts with their positions, endlessly. Empty texts are skipped.
 
         Args:
-            start: Place of the first text.
-            on_bad_row: Is called for a row without text. The row is skipped unless it raises.
+            start: Position of the first text.
+            on_bad_row: Called with the error of a row without text. The row is skipped unless the
+                callback raises.
 
         Raises:
-            DataError: A file can't be read, or no row of an epoch has text.
+            DataError: A file cannot be read, or no row of an epoch has text.
         """
         epoch, shard, first, *_ = start
         while True:
+            # A resumed first epoch may have only empty rows left. That is no error.
             is_empty = not (shard or first)
             for number in range(shard, len(self.paths)):
                 for row, text in self._texts_of_file(self.paths[number], first, on_bad_row):
@@ -111,7 +138,7 @@ class Shards:
     def _texts_of_file(
         self, path: Path, first: int, on_bad_row: OnBadRow
     ) -> Iterator[tuple[int, bytes]]:
-        """The texts of one file from row `first` on, each with the number of its row."""
+        """Yields the row numbers and texts of one file, from row `first`."""
         for number, (place, row) in file_rows(self.kind, path, first, self.text_key, on_bad_row):
             try:
                 text = text_of(place, row, self.text_key).encode("utf-8", "replace")
@@ -123,19 +150,34 @@ class Shards:
 
 
 _STEPS_BEFORE = 4
-"""Steps whose samples are kept before those of the latest: a run reads up to two steps ahead, saves the place after the step before
-the one that is under way, and looks up where the samples of that step begin if it was bad."""
+"""Earlier steps whose samples stay in memory.
+
+A run prefetches up to two steps. It still needs positions of older steps for checkpoints and for
+reports on bad steps.
+"""
 
 
 class Stream:
-    """Samples in the order of a stream, by their numbers since the start of a run. Those of a step, of which there are `held`, are
-    read together, so that all ranks find a wrong row in the same step, and kept, so that it can be asked for in pieces and twice.
-    For earlier ones the stream is read again.
+    """Samples of a stream, numbered from the start of the run.
 
-    The first row must have text. A later row without it is skipped and counted in `skipped_rows`: one bad row in terabytes must
-    not end a run. `last_skipped` has the error of the last one.
+    All samples of a step are read together, so all ranks see a bad row in the same step. Samples of
+    recent steps stay in memory. For older ones the stream is read again from its start.
 
-    eod, end: as of Windows."""
+    The first row must have text, to detect a wrong column. Later rows without text are skipped: one
+    bad row in terabytes must not stop a run.
+
+    Args:
+        shards: The files.
+        tokenizer: The tokenizer.
+        seq_length: Tokens per sample.
+        held: Samples per step on all ranks.
+        eod: See Windows.
+        end: See Windows.
+
+    Attributes:
+        skipped_rows: Number of skipped rows.
+        last_skipped: Error of the last skipped row.
+    """
 
     def __init__(
         self,
@@ -179,15 +221,27 @@ class Stream:
         return found
 
     def cursor(self, number: int) -> Cursor:
-        """Where sample `number` begins, which is known once the one before it is read."""
+        """Returns the position of a sample, for checkpoints.
+
+        Args:
+            number: Number of the sample since the start of the run.
+        """
         if number == self._origin[0]:
             return self._origin[1]
+        # Each window is stored with the position of its last token, where the next one begins.
         self._at(number - 1)
         return self._windows[number - 1 - self._first][1]
 
     def restart(self, number: int, cursor: Cursor) -> None:
-        """Go on with sample `number`, which begins at `cursor`; that it is there is seen when it is read. DataError for a shard
-        that is not."""
+        """Moves to a sample. The position is checked when it is read.
+
+        Args:
+            number: Number of the sample since the start of the run.
+            cursor: Position of the sample.
+
+        Raises:
+            DataError: The shard does not exist.
+        """
         if cursor.shard >= len(self.shards.paths):
             raise DataError(
                 f"cannot resume: shard={cursor.shard} of the checkpoint is not one of"
@@ -198,11 +252,13 @@ class Stream:
         self._ahead = self._cut(cursor)
 
     def _at(self, number: int) -> np.ndarray:
+        """Returns the window of a sample, int [seq_length + 1]. Reads its whole step if needed."""
         if number < self._origin[0]:
             raise DataError(
                 f"sample {number} is before the place {self._origin[0]} from which the stream was"
                 " resumed"
             )
+        # No longer in memory.
         if number < self._first:
             self.restart(*self._origin)
         step = number // self._held * self._held
@@ -214,7 +270,8 @@ class Stream:
         return self._windows[number - self._first][0]
 
     def _cut(self, start: Cursor) -> Iterator[tuple[np.ndarray, Cursor]]:
-        """Windows of seq_length + 1 tokens from `start` on, each with the place of its last token, which the next begins with."""
+        """Yields windows of seq_length + 1 tokens, each with the position of its last token."""
+        # The last token of a window is only a target, so the next window begins with it.
         pieces, length = deque[tuple[Cursor, np.ndarray]](), 0
         for cursor, tokens in self._documents(start):
             pieces.append((cursor, tokens))
@@ -226,12 +283,14 @@ class Stream:
                 yield window, pieces[0][0]
 
     def _documents(self, start: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
-        """The tokens of each text from `start` on, its end token included, and where they stand."""
+        """Yields the position and the tokens of each text with its end token, from `start`."""
+        # The tokenizer reads texts in groups, so their positions wait in a queue.
         cursors = deque[Cursor]()
         first_epoch = start.epoch
         epoch: int | None = None
 
         def on_bad_row(error: DataError) -> None:
+            # No row has had text yet: data.text_key is probably wrong.
             if epoch is None:
                 raise error
             if epoch == first_epoch:  # later epochs skip the same rows again
@@ -247,6 +306,7 @@ class Stream:
 
         for tokens in encoded(texts(), self.tokenizer):
             cursor = cursors.popleft()
+            # The first text after a resume must be the row of the checkpoint, with equal text.
             if start.digest and cursor._replace(token=start.token) != start:
                 raise DataError(
                     f"cannot resume: row {start.row} of {self.shards.paths[start.shard]} is not the"
@@ -259,8 +319,10 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class StreamBatches(Batches):
-    """Batches of a stream. A checkpoint keeps the cursor of the sample that comes next, and a resumed run asks for the row that it
-    stands in, not for shards that may have been mended or added meanwhile."""
+    """Batches of a stream. A checkpoint has the cursor of the next sample.
+
+    A resumed run checks only the row at the cursor. Later shards may change between runs.
+    """
 
     samples: Stream
 
@@ -273,6 +335,7 @@ class StreamBatches(Batches):
         if not isinstance(place := state.get("stream"), Mapping):
             raise DataError("cannot resume: the checkpoint has no place in a stream")
         self.samples.restart(step * self.global_batch_size, Cursor(**place))
+        # Read the first sample now, so that a changed row is an error of `resume`.
         self.samples.read(np.array([step * self.global_batch_size]))
         return step
 
@@ -281,7 +344,7 @@ class StreamBatches(Batches):
 
 
 def _first(pieces: deque[tuple[Cursor, np.ndarray]], count: int) -> np.ndarray:
-    """The first `count` tokens, copied."""
+    """Returns a copy of the first `count` tokens."""
     parts = []
     for _, tokens in pieces:
         parts.append(tokens[:count])
@@ -292,7 +355,7 @@ def _first(pieces: deque[tuple[Cursor, np.ndarray]], count: int) -> np.ndarray:
 
 
 def _drop(pieces: deque[tuple[Cursor, np.ndarray]], count: int) -> None:
-    """Take the first `count` tokens away."""
+    """Removes the first `count` tokens. The cursor of a cut piece moves along."""
     while count:
         cursor, tokens = pieces.popleft()
         if len(tokens) > count:

@@ -1,7 +1,7 @@
-"""A row of tokens in a file, read piece by piece as it is asked for.
+"""Token ids in a file that are read as needed.
 
-It is not mapped: a mapped page of a file that somebody cuts short while a job reads it ends the process with SIGBUS, and no
-look at the size before can be soon enough. A read that comes back short is an error of one line.
+The file is not memory-mapped. If another process truncates a mapped file, an access ends the run
+with SIGBUS, and no earlier check of the size can prevent it. A short read only raises DataError.
 """
 
 from __future__ import annotations
@@ -19,19 +19,31 @@ from fp8cfg.data.files import DataError
 
 
 class _Held:
-    """An open file, closed with the last row of it."""
+    """Owner of a file descriptor. All slices of a file share it, and the last one closes it."""
 
     def __init__(self, descriptor: int) -> None:
         weakref.finalize(self, os.close, descriptor)
 
 
 class TokenFile:
-    """A row of tokens in a file, for `len`, for one-step slices, which are rows too and read nothing, and for arrays of indices."""
+    """Token ids in a file, used like an array [n].
+
+    Slices return a TokenFile and read nothing. Arrays of indices read these tokens.
+    """
 
     def __init__(
         self, path: Path, dtype: np.dtype, descriptor: int, start: int, stop: int, held: object
     ) -> None:
-        """Tokens `start` to `stop`; `held` keeps the descriptor open."""
+        """Creates a view of a file.
+
+        Args:
+            path: Path for errors.
+            dtype: Type of the ids.
+            descriptor: Open file.
+            start: First token of the view.
+            stop: End of the view.
+            held: Owner of the descriptor, kept alive with this view.
+        """
         self.path, self.dtype, self._descriptor, self._start, self._stop, self._held = (
             path,
             dtype,
@@ -43,11 +55,14 @@ class TokenFile:
 
     @classmethod
     def opened(cls, path: Path) -> TokenFile:
-        """The bytes of the file `path`. Raises DataError where it cannot be read, is empty or no regular file."""
+        """Opens a file as bytes (uint8).
+
+        Raises:
+            DataError: The file cannot be read, is empty, or is not a regular file.
+        """
         try:
-            descriptor = os.open(
-                path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-            )  # a pipe would be waited for
+            # O_NONBLOCK: opening a pipe would wait for its writer.
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         held, found = _Held(descriptor), os.fstat(descriptor)
@@ -63,7 +78,7 @@ class TokenFile:
         return cls(path, np.dtype("<u1"), descriptor, 0, found.st_size, held)
 
     def view(self, dtype: np.dtype) -> TokenFile:
-        """The bytes of a whole file as tokens of `dtype`."""
+        """Returns the whole file as tokens of `dtype`. Call it on an opened file, not on a slice."""
         return TokenFile(
             self.path, dtype, self._descriptor, 0, len(self) // dtype.itemsize, self._held
         )
@@ -78,7 +93,14 @@ class TokenFile:
     def __getitem__(self, index: np.ndarray | int) -> np.ndarray: ...
 
     def __getitem__(self, index: slice | np.ndarray | int) -> TokenFile | np.ndarray:
-        """A part of the row for a slice, which reads nothing yet; the tokens at `index`, of any shape, else."""
+        """Returns a view for a slice, or the tokens at the indices.
+
+        Args:
+            index: A slice with step 1, or integers in [0, n) of any shape.
+
+        Raises:
+            DataError: The file cannot be read, or was truncated.
+        """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -90,35 +112,38 @@ class TokenFile:
         if flat.size and (flat.min() < 0 or flat.max() >= len(self)):
             raise IndexError(f"tokens {flat.min()} to {flat.max()} of {len(self)}")
         found = np.empty(flat.size, dtype=self.dtype)
+        # Consecutive indices become one read. A batch of windows has one run per window.
         runs = [
             0,
             *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(),
             flat.size,
-        ]  # of neighbours, each one read
+        ]
         for first, last in pairwise(runs):
             if first < last:
                 found[first:last] = self._read(int(flat[first]), last - first)
         return found.reshape(positions.shape)
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """All of the tokens, read into memory."""
+        """Reads all tokens into memory, for np.asarray."""
         return self._read(0, len(self)).astype(dtype or self.dtype, copy=False)
 
     def astype(self, dtype: np.dtype, copy: bool = True) -> np.ndarray:
-        """As that of an array."""
+        """Reads all tokens as an array of `dtype`. See numpy.ndarray.astype."""
         return np.asarray(self).astype(dtype, copy=copy)
 
     def tolist(self) -> list[int]:
-        """As that of an array."""
+        """Reads all tokens as Python integers."""
         return [int(token) for token in np.asarray(self)]
 
     def _read(self, first: int, count: int) -> np.ndarray:
+        """Reads `count` consecutive tokens."""
         size, at, data = (
             count * self.dtype.itemsize,
             (self._start + first) * self.dtype.itemsize,
             bytearray(),
         )
         while len(data) < size:
+            # pread has no shared position, so threads can read at once. Linux returns at most 2 GiB.
             try:
                 piece = os.pread(self._descriptor, min(size - len(data), 1 << 30), at + len(data))
             except OSError as error:
@@ -134,4 +159,4 @@ class TokenFile:
 
 
 Tokens = np.ndarray | TokenFile
-"""A row of token ids, in memory or in a file."""
+"""Token ids [n], in memory or in a file."""

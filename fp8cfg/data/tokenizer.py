@@ -1,7 +1,7 @@
-"""Tokenizer: text to token ids and back; of bytes, or of a local tokenizer.json, which the tokenizers library reads.
+"""Tokenizers: bytes, or a local tokenizer.json through the tokenizers library.
 
-The ids of begin, end and padding, and the chat template, stand in tokenizer_config.json and chat_template.jinja, where
-transformers' `save_pretrained` writes them. Nothing is fetched: a folder or a file on this machine is what is read.
+Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, as
+`save_pretrained` of transformers writes them. This module downloads nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ import numpy as np
 from fp8cfg.data.files import DataError, require
 
 EOS = 256
-"""The end of a document, after the 256 byte values."""
+"""End token of the byte tokenizer, after the 256 byte values."""
 BYTE_VOCAB = 272
-"""Rows of an embedding of bytes: FP8 products want a multiple of 16."""
-_WIDE = 65_500  # from this vocabulary on token ids are int32 (Megatron's `DType.optimal_dtype`)
+"""Vocabulary of a model of bytes, a multiple of 16 for FP8 GEMMs."""
+_WIDE = 65_500  # larger vocabularies use int32 ids (Megatron's `DType.optimal_dtype`)
 
 
 class Encoded(NamedTuple):
-    """Token ids of one text, and for each the characters that it stands for, [start, stop) int64 [n, 2]."""
+    """A tokenized text.
+
+    Attributes:
+        ids: Token ids, int64 [n].
+        spans: Characters of each token as [start, stop), int64 [n, 2].
+    """
 
     ids: np.ndarray
     spans: np.ndarray
@@ -33,7 +38,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The bytes of UTF-8 as ids 0 to 255, and 256 at the end of a document."""
+    """Tokenizer of UTF-8 bytes: ids 0 to 255, and 256 as end token."""
 
     size: int = EOS + 1
     eos: int = EOS
@@ -43,11 +48,12 @@ class ByteTokenizer:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, without an end token."""
+        """Returns the ids of each text, uint8 [n], without an end token."""
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def encode_spans(self, text: str) -> Encoded:
-        """The ids of one text with the characters that they stand for."""
+        """Returns the ids of a text and their characters."""
+        # A character has up to four bytes, all with the same span.
         sizes = [len(c.encode("utf-8", "replace")) for c in text]
         at = np.repeat(np.arange(len(text)), sizes)
         return Encoded(
@@ -56,13 +62,24 @@ class ByteTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; what is no UTF-8 is replaced, what is no byte is left out."""
+        """Returns the text of ids. Invalid UTF-8 is replaced, end tokens are skipped."""
         return bytes(i for i in ids if i < EOS).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json. `variables` are the special tokens by the names that chat templates have for them."""
+    """Tokenizer from a tokenizer.json.
+
+    Attributes:
+        path: The file.
+        backend_tokenizer: `tokenizers.Tokenizer`.
+        size: Largest id plus 1.
+        eos: Id of the end token.
+        pad: Id for padding. The end token if the file has no padding token.
+        sha256: Fingerprint of the tokenizer, its special tokens and its template.
+        chat_template: Jinja template, None without one.
+        variables: Special tokens by their names in templates, such as "bos_token".
+    """
 
     path: Path
     backend_tokenizer: Any
@@ -74,13 +91,13 @@ class FileTokenizer:
     variables: Mapping[str, str]
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, without special tokens around it."""
+        """Returns the ids of each text, int64 [n], without special tokens around it."""
         decoded = [text.decode("utf-8", "replace") for text in texts]
         found = self.backend_tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in found]
 
     def encode_spans(self, text: str) -> Encoded:
-        """The ids of one text, as it stands, with the characters that they stand for."""
+        """Returns the ids of a text and their characters, without special tokens around it."""
         found = self.backend_tokenizer.encode(text, add_special_tokens=False)
         return Encoded(
             np.asarray(found.ids, dtype=np.int64),
@@ -88,7 +105,8 @@ class FileTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out; ids beyond the vocabulary, which only padding rows have, too."""
+        """Returns the text of ids. Special tokens are skipped."""
+        # The padded rows of the output layer can be sampled too, and have no token.
         return str(
             self.backend_tokenizer.decode(
                 [i for i in ids if i < self.size], skip_special_tokens=True
@@ -101,9 +119,14 @@ BYTES = ByteTokenizer()
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of `path`, a tokenizer.json or a folder with one; that of bytes for None.
+    """Loads a tokenizer.
 
-    DataError for what is not there or cannot be read, without an end token, and where the tokenizers library is not installed.
+    Args:
+        path: A tokenizer.json, or a folder with one. None for bytes.
+
+    Raises:
+        DataError: The file is missing or damaged, has no end token, or the tokenizers library is not
+            installed.
     """
     if path is None:
         return BYTES
@@ -125,6 +148,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     return FileTokenizer(
         file,
         library,
+        # Not get_vocab_size(): ids can have gaps.
         max(library.get_vocab().values(), default=-1) + 1,
         eos,
         eos if pad is None else pad,
@@ -135,7 +159,15 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 def refuse_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError where a model of `vocab_size` has no row for a token; the number to write is a multiple of 16, for FP8."""
+    """Checks that a model has a row for each token.
+
+    Args:
+        tokenizer: The tokenizer.
+        vocab_size: Vocabulary of the model.
+
+    Raises:
+        DataError: The vocabulary is too small. The message suggests a multiple of 16, for FP8.
+    """
     if tokenizer.size > vocab_size:
         what = "bytes and the end token"
         if isinstance(tokenizer, FileTokenizer):
@@ -147,16 +179,17 @@ def refuse_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def padded_vocabulary(tokenizer: Tokenizer) -> int:
-    """The least multiple of 16 that holds every token."""
+    """Returns the vocabulary of a tokenizer, rounded up to a multiple of 16 for FP8 GEMMs."""
     return -(-tokenizer.size // 16) * 16
 
 
 def token_dtype(size: int) -> np.dtype:
-    """The type of ids below `size`, in memory and in Megatron's files."""
+    """Returns the dtype of ids below `size`, in memory and in token files."""
     return np.dtype("<u2" if size < _WIDE else "<i4")
 
 
 def _library(file: Path, text: str) -> Any:
+    """Parses a tokenizer.json with the tokenizers library."""
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
@@ -165,16 +198,18 @@ def _library(file: Path, text: str) -> Any:
         ) from None
     try:
         library = Library.from_str(text)
-    except Exception as e:  # the library raises Exception itself
+    except Exception as e:  # the library raises plain Exception
         raise DataError(
             f"{file}: no tokenizer.json that tokenizers reads ({' '.join(str(e).split())[:120]})"
         ) from None
+    # The file may turn these on. They would cut documents or add padding to them.
     library.no_truncation()
     library.no_padding()
     return library
 
 
 def _text(file: Path) -> str:
+    """Reads a text file. Raises DataError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -184,6 +219,7 @@ def _text(file: Path) -> str:
 
 
 def _config(file: Path) -> Mapping[str, Any]:
+    """Reads tokenizer_config.json. Empty if it does not exist."""
     if not file.exists():
         return {}
     try:
@@ -196,14 +232,15 @@ def _config(file: Path) -> Mapping[str, Any]:
 
 
 def _special(config: Mapping[str, Any], name: str) -> str | None:
-    """A special token, which older files write as an object with its text in `content`."""
+    """Returns a special token, None without one."""
+    # Older versions of transformers write an object with the text in `content`.
     token = config.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
 
 def _id(library: Any, file: Path, token: str | None) -> int:
-    """The id of the end token."""
+    """Returns the id of the end token. Raises DataError if it is missing."""
     found = library.token_to_id(token) if token else None
     if found is not None:
         return int(found)
@@ -222,10 +259,12 @@ def _id(library: Any, file: Path, token: str | None) -> int:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: chat_template.jinja, or the one of tokenizer_config.json, of several the one called default."""
+    """Returns the chat template, None without one."""
+    # Newer versions of transformers write a file, older ones an entry of tokenizer_config.json.
     if (file := folder / "chat_template.jinja").is_file():
         return _text(file)
     said = config.get("chat_template")
+    # Several templates are a list of named ones.
     if isinstance(said, list):
         said = next(
             (t.get("template") for t in said if isinstance(t, dict) and t.get("name") == "default"),
