@@ -1,15 +1,17 @@
-"""Conversations as tokens, and which of them the assistant wrote: what supervised fine-tuning takes its loss of.
+"""Conversations for supervised fine-tuning, with a loss mask for the assistant's tokens.
 
-A row is {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}, as TRL's, or has ShareGPT's
-"conversations" or Alpaca's "instruction", "input" and "output". Messages are written by
-the tokenizer's chat template. Without one, and for bytes, they are written so, <eos> being the end token (Zephyr's format):
+Supported rows are {"messages": [{"role": ..., "content": ...}, ...]} and {"prompt": ...,
+"completion": ...} (TRL), "conversations" (ShareGPT), and "instruction", "input" and "output"
+(Alpaca). The tokenizer's chat template formats the messages. Without a template, and for bytes, the
+format is Zephyr's, with <eos> for the end token:
 
     <|user|>
     What is FP8?<eos>
     <|assistant|>
     A number of eight bits.<eos>
 
-The loss is taken of the assistant's words and of the end token after them; of a completion and the end token after it.
+The loss covers the assistant's text and the end token after it. For a completion it covers the
+completion and its end token.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     import jinja2
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around generated text: noncharacters, which no text has (Unicode 23.7)."""
+"""Marks around generated text. They are noncharacters, which valid text never has (Unicode 23.7)."""
 Spans = list[tuple[int, int]]
 
 
@@ -44,11 +46,24 @@ def render(
     variables: Mapping[str, str],
     tools: Any = None,
 ) -> tuple[str, Spans]:
-    """The text of a conversation, and where in it the assistant's words stand, [start, stop) in characters.
+    """Formats a conversation and finds the assistant's text.
 
-    They are what the template has in `{% generation %}`; where it has none, what each message of the assistant adds to the text of
-    those before it and the prompt for an answer. DataError for a template that fails, or whose text of a conversation does not
-    begin with that of its first messages.
+    If the template has `{% generation %}` blocks, they are the assistant's text. Otherwise each
+    prefix of the conversation is formatted. The assistant's text is the difference between the
+    prefix up to its message and the prefix before it with the generation prompt.
+
+    Args:
+        template: Jinja template.
+        messages: Messages with "role" and "content".
+        variables: Special tokens by their names in templates.
+        tools: Tool definitions for the template.
+
+    Returns:
+        The text, and the assistant's spans as [start, stop) in characters.
+
+    Raises:
+        DataError: The template fails. Or it formats earlier messages differently once later ones
+            follow, so that prefixes do not match.
     """
     text = _rendered(template, messages, variables, tools=tools)
     if BEGIN in text:
@@ -73,7 +88,16 @@ def render(
 def prompt(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
 ) -> str:
-    """The text after which the assistant answers."""
+    """Formats messages with the generation prompt at the end.
+
+    Args:
+        template: Jinja template.
+        messages: Messages with "role" and "content".
+        variables: Special tokens by their names in templates.
+
+    Raises:
+        DataError: The template fails.
+    """
     return _rendered(template, messages, variables, prompt=True).replace(BEGIN, "").replace(END, "")
 
 
@@ -84,6 +108,7 @@ def _rendered(
     prompt: bool = False,
     tools: Any = None,
 ) -> str:
+    """Runs the template. The result still has the marks of generated text."""
     import jinja2
 
     try:
@@ -107,6 +132,7 @@ def _rendered(
 
 
 def _marked(text: str) -> tuple[str, Spans]:
+    """Removes the marks and returns the spans between them, in characters of the new text."""
     spans, at, begin = [], 0, 0
     pieces = re.split(f"({BEGIN}|{END})", text)
     for piece in pieces:
@@ -121,10 +147,12 @@ def _marked(text: str) -> tuple[str, Spans]:
 
 @cache
 def _compiled(template: str) -> jinja2.Template:
+    """Compiles a template in a sandbox, with the functions that transformers offers."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # A template is code from a downloaded model. Older sandboxes can be left (CVE-2025-27516).
     if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
         raise DataError(
             "chat templates need jinja2 3.1.6 or newer, whose sandbox holds; there is"
@@ -144,7 +172,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _generation() -> Any:
-    """The Jinja extension of `{% generation %}`."""
+    """Returns the Jinja extension for `{% generation %}`, as in transformers."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -153,6 +181,7 @@ def _generation() -> Any:
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Parser) -> nodes.Node:
+            # The block becomes a call of _mark with its rendered text.
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -170,31 +199,34 @@ def _json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Formats JSON like the tojson filter of transformers."""
+    # Jinja's own filter escapes HTML, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _raise(message: str) -> NoReturn:
+    """Implements raise_exception of templates."""
     import jinja2
 
     raise jinja2.TemplateError(message)
 
 
 class _Dict:
-    """`dict` without its attributes."""
+    """`dict` without its attributes, which could be a way out of the sandbox."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
 
 
 def _namespace() -> Any:
-    """`namespace` without names that begin with an underscore."""
+    """Returns `namespace` without names that begin with an underscore."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
 
     class PlainNamespace(Namespace):
+        # Without a parameter `self`, so that a template can have an attribute of this name.
         def __init__(*args: Any, **values: Any) -> None:
             self, *given = args
             attributes = dict(*given, **values)
@@ -215,19 +247,31 @@ def _namespace() -> Any:
 
 
 Encoded = tuple[np.ndarray, np.ndarray]
-"""Token ids, int64 [n], and whether each is to be learned, bool [n]."""
+"""Token ids, int64 [n], and the loss mask, bool [n]."""
 _KEYS = (
     '{"messages": [{"role": "user", "content": "..."}, ...]}, {"prompt": "...", "completion":'
     ' "..."}, ShareGPT\'s "conversations" or Alpaca\'s "instruction" and "output"'
 )
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-"""Roles of other formats (ShareGPT, Gemini), and ours."""
+"""Roles in other formats (ShareGPT, Gemini), mapped to ours."""
 RENDERED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message with text to learn besides its content. A template must render them."""
+"""Keys of a message that have text too. A template must render them, or the text would be lost."""
 
 
 def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Encoded:
-    """The tokens of one conversation. DataError, beginning with `place`, for a row that is none."""
+    """Tokenizes one conversation.
+
+    Args:
+        place: Place of the row, for errors.
+        row: The row.
+        tokenizer: The tokenizer.
+
+    Returns:
+        Token ids, int64 [n], and the loss mask, bool [n].
+
+    Raises:
+        DataError: The row is not a conversation, or the template fails.
+    """
     messages = _messages_of_row(place, row)
     if messages is not None:
         return _encode_messages(place, messages, row.get("tools") or None, tokenizer)
@@ -245,7 +289,7 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
 
 
 def _messages_of_row(place: str, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of a row in OpenAI's, ShareGPT's or Alpaca's format; None for other rows."""
+    """Returns the messages of a row in the format of OpenAI, ShareGPT or Alpaca. None for others."""
     if row.get("messages") is not None:
         messages = _messages(place, row["messages"])
     elif row.get("conversations") is not None:
@@ -274,7 +318,7 @@ def _messages_of_row(place: str, row: Mapping[str, Any]) -> list[dict[str, Any]]
 def _encode_messages(
     place: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer
 ) -> Encoded:
-    """Tokens of messages. No loss is taken of an answer with "weight": 0."""
+    """Tokenizes messages. Answers with "weight": 0 are masked."""
     weights = [_weight(f"{place}, message {i}", m) for i, m in enumerate(messages)]
     weights = [w for w, m in zip(weights, messages, strict=True) if m["role"] == "assistant"]
     template = tokenizer.chat_template
@@ -289,6 +333,7 @@ def _encode_messages(
         return _plain(messages, tokenizer, weights)
     try:
         text, spans = render(template, messages, tokenizer.variables, tools)
+        # Format again without each key: equal text means that the template ignores the key.
         for key in rendered:
             without = [{k: v for k, v in m.items() if k != key} for m in messages]
             others = None if key == "tools" else tools
@@ -319,18 +364,26 @@ def _weight(place: str, message: dict[str, Any]) -> int:
 
 
 def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens after which the assistant answers, int64 [n]."""
+    """Tokenizes a prompt for generation.
+
+    Args:
+        messages: Messages with "role" and "content".
+        tokenizer: The tokenizer.
+
+    Returns:
+        Token ids, int64 [n].
+    """
     if tokenizer.chat_template is not None:
         return tokenizer.encode_spans(
             prompt(tokenizer.chat_template, messages, tokenizer.variables)
         ).ids
     answer = {"role": "assistant", "content": ""}
     tokens, _ = _plain([*messages, answer], tokenizer, weights=[])
-    return tokens[:-1]  # the end token of the answer that is to come
+    return tokens[:-1]  # without the end token of the empty answer
 
 
 def _learned(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> Encoded:
-    """The tokens of `text`, those to be learned that have a character inside of `spans`."""
+    """Tokenizes text. The mask has the tokens that overlap with `spans`."""
     ids, at = tokenizer.encode_spans(text)
     learned = np.zeros(len(ids), dtype=bool)
     for start, stop in spans:
@@ -341,7 +394,7 @@ def _learned(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) 
 def _plain(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, weights: Sequence[int]
 ) -> Encoded:
-    """Tokens of messages in Zephyr's format. `weights` has one entry per answer."""
+    """Tokenizes messages in Zephyr's format. `weights` has one entry per answer."""
     tokens, learned = list[np.ndarray](), list[np.ndarray]()
     remaining = iter(weights)
     for number, message in enumerate(messages):
@@ -355,7 +408,7 @@ def _plain(
 
 
 def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
-    """Messages as plain data. Roles and contents are text; what else a message has goes to the template."""
+    """Checks messages and returns copies. Other keys are kept for the template."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise DataError(
             f"{place}: 'messages' is no list of messages, each with a role and a content"
@@ -368,6 +421,7 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
                 f"{at}: is {type(message).__name__}; a message has a role and a content"
             )
         role = text_of(at, message, "role")
+        # OpenAI's format has null content in a message with tool calls only.
         if message.get("content") is None and message.get("tool_calls"):
             message = messages[number] = {**message, "content": ""}
         content = text_of(at, message, "content")
@@ -379,10 +433,16 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class Conversations:
-    """The tokens of all conversations, one after the other.
+    """Samples with one conversation each, padded to seq_length.
 
-    tokens, learned: int32 and bool [n], whether a loss is taken of a token. starts: where each conversation begins, int64 [c + 1].
-    rows: the number of each conversation's row among all rows of the files, int64 [c].
+    Attributes:
+        tokens: Token ids of all conversations, int32 [n].
+        learned: Loss mask, bool [n].
+        starts: First token of each of c conversations and the end, int64 [c + 1].
+        seq_length: Tokens per sample.
+        pad: Id for padding.
+        description: Text for the header of a run.
+        rows: Number of each conversation's row in the files, int64 [c].
     """
 
     tokens: np.ndarray
@@ -424,6 +484,7 @@ class Conversations:
         tokens = np.full((len(places), self.seq_length), self.pad, dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         for row, place in enumerate(places.tolist()):
+            # Minus starts[0]: the validation part keeps its positions in the whole data.
             start, stop = (int(at - self.starts[0]) for at in self.starts[place : place + 2])
             ids, length = self.tokens[start:stop], stop - start - 1
             tokens[row, :length] = ids[:-1]
@@ -434,7 +495,17 @@ class Conversations:
         return [{"document": int(self.rows[place]), "offset": 0} for place in places.tolist()]
 
     def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:
-        """The first conversations to train on, the last, `validation_fraction` of them, to validate; at least one of each."""
+        """Splits the conversations into training and validation data at the end.
+
+        Args:
+            validation_fraction: Share of conversations to validate on.
+
+        Returns:
+            The training part and the validation part, each with at least one conversation.
+
+        Raises:
+            DataError: There is only one conversation.
+        """
         if len(self) < 2:
             raise DataError(
                 f"{self.description}: one conversation is too few to train and validate on; two are"
@@ -444,6 +515,7 @@ class Conversations:
         return self._part(0, len(self) - held_out), self._part(len(self) - held_out, len(self))
 
     def _part(self, first: int, last: int) -> Conversations:
+        """Returns the conversations `first` to `last`."""
         starts = self.starts[first : last + 1]
         inside = slice(int(starts[0]), int(starts[-1]))
         return replace(
@@ -458,13 +530,20 @@ class Conversations:
 def load_conversations(
     path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None
 ) -> Conversations:
-    """Returns the conversations at `path`: a file or a folder of JSONL, CSV or Parquet, or a saved dataset.
+    """Loads and tokenizes conversations.
 
-    A conversation of more than seq_length + 1 tokens is cut. One with nothing to learn is left out. The description has the number
-    of both, and the reasons.
+    Conversations with more than seq_length + 1 tokens are cut. Conversations without a token to
+    learn are skipped. The description has both numbers and the reasons.
+
+    Args:
+        path: A file or a folder of JSONL, CSV or Parquet, or a saved dataset.
+        tokenizer: The tokenizer.
+        seq_length: Tokens per sample.
+        vocab_size: Vocabulary of the model. Defaults to no check.
 
     Raises:
-        DataError: A row can't be read, as in `encode_row`, or no conversation has something to learn.
+        DataError: A row is not a conversation (see `encode_row`), no conversation has a token to
+            learn, or the data is too large for memory.
     """
     if vocab_size is not None:
         refuse_vocabulary(tokenizer, vocab_size)
@@ -495,14 +574,19 @@ def load_conversations(
 
 
 class LeftOut:
-    """Counts the rows that are left out, by reason, and keeps the place of the first of each."""
+    """Counts skipped rows by reason, with the place of the first row for each reason."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
         self._first: dict[str, str] = {}
 
     def add(self, reason: str, place: str) -> None:
-        """Counts the row at `place`."""
+        """Counts a row.
+
+        Args:
+            reason: Why the row is skipped.
+            place: Place of the row.
+        """
         self._counts[reason] += 1
         self._first.setdefault(reason, place)
 
@@ -520,8 +604,12 @@ class LeftOut:
 def _encode_rows(
     rows: Iterator[Row], tokenizer: Tokenizer, seq_length: int
 ) -> tuple[list[Encoded], list[int], int, LeftOut]:
-    """Returns conversations of at most seq_length + 1 tokens, the numbers of their rows, how many were cut, and the rows with nothing
-    to learn."""
+    """Tokenizes rows.
+
+    Returns:
+        Conversations of at most seq_length + 1 tokens, their row numbers, the number of cut ones,
+        and the skipped rows.
+    """
     kept = list[Encoded]()
     numbers = list[int]()
     cut = 0
@@ -529,7 +617,7 @@ def _encode_rows(
     for number, (place, row) in enumerate(rows):
         ids, learned = encode_row(place, row, tokenizer)
         cut += len(ids) > seq_length + 1
-        # The loss of the first token would need a token before it.
+        # The first token is never a target, because no token comes before it.
         if learned[1 : seq_length + 1].any():
             kept.append((ids[: seq_length + 1], learned[: seq_length + 1]))
             numbers.append(number)
@@ -541,7 +629,7 @@ def _encode_rows(
 
 
 def _add_without_answer(left_out: LeftOut, place: str, row: Mapping[str, Any]) -> None:
-    """Counts a row in which nothing is to be learned, of any length."""
+    """Counts a row without a token to learn, at any length."""
     messages = _messages_of_row(place, row) or []
     roles = dict.fromkeys(message["role"] for message in messages)
     if messages and "assistant" not in roles:

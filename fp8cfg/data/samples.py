@@ -51,8 +51,8 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     keys = _keys(seed, epoch)
     out = _feistel(values.reshape(-1).astype(np.uint64), keys, half)
-    # Cycle walking. The domain of the network is a power of four, at most 4n, so a value gets below n
-    # after four passes on average. It always ends: the cycle leads back to the start, which is < n.
+    # Cycle walking. The domain of the network is a power of four, at most 4n. So a value gets below
+    # n after at most four passes on average. It always ends: the cycle leads back to the start.
     while (outside := out >= np.uint64(n)).any():
         out[outside] = _feistel(out[outside], keys, half)
     return out.astype(np.int64).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""Corpora without a download: the standard library's source, a folder of text files, a shipped text."""
+"""Sources of documents: text files, tables (JSONL, CSV, Parquet, datasets) and shipped texts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz", ".csv.zst"),
     "parquet": (".parquet",),
 }
-"""Kinds of tables that are files, and the ends of their names."""
-MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in token files
+"""File name endings by format."""
+MAX_TEXT_BYTES = 1 << 30  # a token in memory takes 2 bytes or more; larger data needs token files
 Row = tuple[str, Mapping[str, Any]]
-"""A row, after the place that an error names."""
+"""Place of a row for errors, such as data.jsonl:12, and its values by column."""
 
 
 OnBadRow = Callable[[DataError], None]
-"""Is called with the error of a row that can't be used. The row is skipped unless it raises."""
+"""Called with the error of a bad row. The row is skipped unless the callback raises."""
 
 
 def raise_error(error: DataError) -> None:
-    """Raises `error`: a bad row ends the reading."""
+    """Raises `error`, so that a bad row stops reading."""
     raise error
 
 
@@ -55,11 +55,12 @@ def file_rows(
         kind: A key of SUFFIXES.
         path: The file.
         first: Number of the first row, from 0.
-        column: The column to read of Parquet, if the file has it.
-        on_bad_row: Is called for a line that is no JSON object, or a CSV row of another length than the header.
+        column: The only column to read from Parquet, if the file has it. Saves time and memory.
+        on_bad_row: Called for a line without a JSON object, and for a CSV row with another number
+            of cells than the header.
 
     Raises:
-        DataError: The file can't be read.
+        DataError: The file cannot be read.
     """
     if kind == "jsonl":
         return _json_lines(path, first, on_bad_row)
@@ -69,7 +70,15 @@ def file_rows(
 
 
 def library(name: str, path: Path) -> Any:
-    """The package `name`, which `path` is read with. DataError where it is not installed."""
+    """Imports an optional package.
+
+    Args:
+        name: Module to import.
+        path: File to read with it, for the error.
+
+    Raises:
+        DataError: The package is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -80,6 +89,7 @@ def library(name: str, path: Path) -> Any:
 
 
 def _json_lines(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, Row]]:
+    """Yields the rows of a JSONL file. Empty lines are skipped, but counted."""
     with _opened(path) as file:
         for number, line in enumerate(file):
             if number < first or not line.strip():
@@ -94,9 +104,11 @@ def _json_lines(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[
 
 
 def _csv_rows(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, Row]]:
-    """The rows after the header, whose cells are the columns."""
+    """Yields the rows of a CSV file with a header."""
     csv.field_size_limit(MAX_TEXT_BYTES)  # the default, 128 KiB, is less than a long document
     with _opened(path) as file:
+        # utf-8-sig drops the byte order mark that Excel writes. Without newline="" the csv module
+        # could not tell line ends inside of cells.
         reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         rows = enumerate(reader)
         while True:
@@ -109,6 +121,7 @@ def _csv_rows(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[in
             place = f"{path}:{reader.line_num}"
             if number < first:
                 continue
+            # DictReader has surplus cells under the key None, and None for missing cells.
             if None in row or None in row.values():
                 columns = len(reader.fieldnames or ())
                 on_bad_row(DataError(f"{place}: doesn't have the {columns} cells of the header"))
@@ -118,7 +131,7 @@ def _csv_rows(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[in
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file, decompressed."""
+    """Opens a file and decompresses it. Raises DataError, also for errors while reading."""
     packed = path.name.rpartition(".")[2].lower()
     try:
         if packed == "gz":
@@ -141,13 +154,14 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _object(place: str, line: bytes) -> Mapping[str, Any]:
+    """Parses one JSON object. Raises DataError."""
     try:
         row = json.loads(line.rstrip())
     except UnicodeDecodeError as e:
         raise DataError(f"{place}: not UTF-8 (byte {e.start} of the line)") from None
     except json.JSONDecodeError as e:
         raise DataError(f"{place}: not JSON ({e.msg}, column {e.colno})") from None
-    except ValueError as e:  # a number with too many digits
+    except ValueError as e:  # Python limits integers to 4300 digits
         raise DataError(f"{place}: not JSON ({str(e)[:80]})") from None
     except RecursionError:
         raise DataError(f"{place}: JSON that is nested too deep") from None
@@ -160,12 +174,14 @@ def _object(place: str, line: bytes) -> Mapping[str, Any]:
 
 
 def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, Row]]:
+    """Yields the rows of a Parquet file."""
     parquet = library("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(str(path)) as file:
             sizes = [
                 file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
             ]
+            # Skip whole row groups before the first row, so that a resume starts quickly.
             group = number = 0
             while group < len(sizes) and number + sizes[group] <= first:
                 number += sizes[group]
@@ -180,7 +196,7 @@ def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, 
                     number += 1
     except DataError:
         raise
-    except Exception as e:  # pyarrow's own
+    except Exception as e:  # pyarrow raises many types
         raise DataError(
             f"{path}: no Parquet file that can be read ({' '.join(str(e).split())[:120]})"
         ) from None
@@ -188,15 +204,20 @@ def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, 
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt", ".txt.gz", ".txt.zst")
 
-# Debian ships no tests with its standard library, other builds do: leaving them out keeps the corpora alike.
+# Debian's standard library has no tests, other builds have. Without tests, all have the same text.
 _NOT_THE_LIBRARY = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The texts of a source, read as they are asked for.
+    """Texts of a source.
 
-    what: for people; remark: for people too, after what was found. size: bytes of the files, where these may be too many to hold.
+    Attributes:
+        texts: UTF-8 texts, read as needed.
+        name: Name of the source.
+        what: Description for messages.
+        size: Bytes of the files. 0 for sources that always fit in memory.
+        remark: Text after the description, such as skipped links.
     """
 
     texts: Iterator[bytes]
@@ -207,9 +228,10 @@ class Documents:
 
 
 def stdlib_documents() -> Documents:
-    """The running interpreter's own .py files without tests, about 11 MB; what they say depends on its version.
+    """Returns the standard library's .py files without tests, about 11 MB.
 
-    A zipped or stripped interpreter has none: then this is the shipped corpus, and its description says so.
+    The text depends on the Python version. If the interpreter has no sources (zipped or stripped),
+    the shipped text is used, and the description reports it.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths, _ = files_under(root, (".py",), _NOT_THE_LIBRARY) if root.is_dir() else ([], 0)
@@ -222,10 +244,16 @@ def stdlib_documents() -> Documents:
 
 
 def text_documents(path: str | os.PathLike[str]) -> Documents:
-    """One UTF-8 text file, or every one below a folder (TEXT_SUFFIXES), one document each.
+    """Opens text files, with one document per file.
 
-    Links below the folder and hidden folders are left out: a link can lead out of the folder, or to the same text
-    twice. DataError for a missing path, a folder without text, a file that is not UTF-8 text.
+    Hidden folders and links in a folder are skipped. A link could lead out of the folder, or to the
+    same text twice.
+
+    Args:
+        path: A file, a folder (files with TEXT_SUFFIXES), or a pattern.
+
+    Raises:
+        DataError: No such file. While reading: a file is not UTF-8.
     """
     root = Path(path)
     paths, links = text_files(root)
@@ -235,20 +263,29 @@ def text_documents(path: str | os.PathLike[str]) -> Documents:
 
 
 def text_files(root: Path) -> tuple[list[Path], int]:
-    """The text files at `root`, and how many links were passed over."""
+    """Returns the text files at a path, and the number of skipped links. Raises DataError."""
     return readable_files(root, TEXT_SUFFIXES, "text file")
 
 
 def tiny_documents(note: str = "") -> Documents:
-    """The text shipped with the package: equal on every machine, for tests and first runs. Documents are separated by
-    two empty lines."""
+    """Returns the text in this package, for tests and first runs. It is equal on all machines.
+
+    Args:
+        note: Text after the description.
+    """
+    # Two empty lines separate documents.
     text = importlib.resources.files("fp8cfg.data").joinpath("tiny.txt").read_bytes()
     documents = text.rstrip(b"\n").split(b"\n\n\n")
     return Documents(iter(documents), "tiny", f"the shipped text{note}")
 
 
 def refuse_too_much(documents: Documents, root: object) -> None:
-    """Raise DataError for more text than is held in memory."""
+    """Raises DataError if the text is too large for memory.
+
+    Args:
+        documents: The texts.
+        root: Their path, for the message.
+    """
     if documents.size > MAX_TEXT_BYTES:
         raise DataError(
             f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the"
@@ -259,6 +296,7 @@ def refuse_too_much(documents: Documents, root: object) -> None:
 
 
 def _read(path: Path) -> bytes:
+    """Reads a file. Raises DataError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -266,8 +304,10 @@ def _read(path: Path) -> bytes:
 
 
 def _read_text(path: Path) -> bytes:
+    """Reads a UTF-8 text file. Raises DataError for other contents."""
     with _opened(path) as file:
         raw: bytes = file.read()
+    # A NUL is valid UTF-8, but means a binary file or UTF-16.
     try:
         raw.decode("utf-8")
         bad = raw.find(b"\0")
@@ -286,11 +326,20 @@ TABLES = {
     "parquet": "a .parquet file, or a folder of them",
     "dataset": "a folder that Dataset.save_to_disk wrote",
 }
-"""Kinds of tables, and what their path is."""
+"""Formats of tables, and the meaning of data.path for each."""
 
 
 def table_documents(kind: str, path: str, text_key: str) -> Documents:
-    """The column `text_key` of every row, one document each. DataError for rows without it, or where it is no text."""
+    """Opens a table, with one document per row. Empty texts are skipped.
+
+    Args:
+        kind: Format, a key of TABLES.
+        path: File, folder or pattern.
+        text_key: Column of the text.
+
+    Raises:
+        DataError: No such file. While reading: a row has no text in this column.
+    """
     rows, size = table_rows(kind, path)
     texts = (text for place, row in rows if (text := text_of(place, row, text_key)))
     return Documents(
@@ -299,7 +348,15 @@ def table_documents(kind: str, path: str, text_key: str) -> Documents:
 
 
 def table_rows(kind: str, path: str) -> tuple[Iterator[Row], int]:
-    """The rows of the table at `path`, read as they are asked for, and the bytes of its files."""
+    """Opens a table.
+
+    Args:
+        kind: Format, a key of TABLES.
+        path: File, folder or pattern.
+
+    Returns:
+        Its rows, read as needed, and the size of its files in bytes. 0 for a dataset.
+    """
     if kind == "dataset":
         return _dataset(Path(path)), 0
     paths, _ = table_files(kind, path)
@@ -307,12 +364,30 @@ def table_rows(kind: str, path: str) -> tuple[Iterator[Row], int]:
 
 
 def table_files(kind: str, path: str) -> tuple[list[Path], int]:
-    """The files of that kind at `path`, and how many links were passed over."""
+    """Returns the files of a table, and the number of skipped links.
+
+    Args:
+        kind: Format, a key of SUFFIXES.
+        path: File, folder or pattern.
+
+    Raises:
+        DataError: No such file.
+    """
     return readable_files(Path(path), SUFFIXES[kind], f".{kind} file")
 
 
 def kind_of(path: str) -> str:
-    """The kind of table that stands at `path`, by the names of its files."""
+    """Guesses the format of a table from its file names. Defaults to JSONL.
+
+    Args:
+        path: File, folder or pattern.
+
+    Returns:
+        A key of TABLES.
+
+    Raises:
+        DataError: The path does not exist.
+    """
     at = Path(path)
     if not is_pattern(at):
         require(at)
@@ -326,11 +401,20 @@ def kind_of(path: str) -> str:
 
 
 CONVERSATIONS = frozenset({"messages", "conversations", "completion", "instruction"})
-"""Columns that only rows of conversations have."""
+"""Columns that mark a row as a conversation."""
 
 
 def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
-    """The text in the column `key`."""
+    """Returns the text in a column.
+
+    Args:
+        place: Place of the row, for errors.
+        row: The row.
+        key: Name of the column.
+
+    Raises:
+        DataError: The row has no such column, or the value is not text.
+    """
     if key not in row:
         near = difflib.get_close_matches(key, map(str, row), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}"
@@ -344,12 +428,15 @@ def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def _names(row: Mapping[str, Any]) -> str:
+    """Lists the first columns of a row."""
     return ", ".join(map(repr, list(row)[:8])) or "nothing"
 
 
 def _dataset(path: Path) -> Iterator[Row]:
+    """Yields the rows of a dataset from Dataset.save_to_disk."""
     require(path)
     datasets = library("datasets", path)
+    # A DatasetDict has one folder per split, and the run needs one of them.
     if (path / "dataset_dict.json").exists():
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         one = path / (splits or ["train"])[0]
@@ -369,9 +456,16 @@ def _dataset(path: Path) -> Iterator[Row]:
 def document_places(
     name: str, path: str | None, text_key: str, numbers: Collection[int]
 ) -> dict[int, str]:
-    """Where documents stand in the files of a source, such as data.jsonl:12, by the numbers that `Samples.origins` gives.
+    """Finds the places of documents in their files, such as data.jsonl:12. Reads the files again.
 
-    Reads the files again. Empty for sources that have no rows or files: stdlib, tiny, and tokens, whose index has the numbers.
+    Args:
+        name: Name of the source.
+        path: File, folder or pattern.
+        text_key: Column of the text in tables.
+        numbers: Document numbers from `Samples.origins`.
+
+    Returns:
+        Places by number. Empty for stdlib, tiny and tokens, which have no rows or files.
     """
     if path is None or not numbers or name in ("stdlib", "tiny", "tokens"):
         return {}
@@ -379,6 +473,7 @@ def document_places(
     if name == "chat":
         places = (place for place, _ in table_rows(kind_of(path), path)[0])
     elif name == "text":
+        # Empty texts are no documents, here and below, so they must not be counted.
         places = (str(file) for file in text_files(Path(path))[0] if _read_text(file))
     else:
         rows = table_rows(name, path)[0]

@@ -161,7 +161,8 @@ class Stream:
     """Samples of a stream, numbered from the start of the run.
 
     All samples of a step are read together, so all ranks see a bad row in the same step. Samples of
-    recent steps stay in memory. For older ones the stream is read again from its start.
+    recent steps stay in memory. For older ones the stream is read again from where this process
+    started.
 
     The first row must have text, to detect a wrong column. Later rows without text are skipped: one
     bad row in terabytes must not stop a run.

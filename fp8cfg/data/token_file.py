@@ -78,7 +78,7 @@ class TokenFile:
         return cls(path, np.dtype("<u1"), descriptor, 0, found.st_size, held)
 
     def view(self, dtype: np.dtype) -> TokenFile:
-        """Returns the whole file as tokens of `dtype`. Call it on an opened file, not on a slice."""
+        """Returns the whole file as tokens of `dtype`. Not for slices."""
         return TokenFile(
             self.path, dtype, self._descriptor, 0, len(self) // dtype.itemsize, self._held
         )
@@ -143,7 +143,7 @@ class TokenFile:
             bytearray(),
         )
         while len(data) < size:
-            # pread has no shared position, so threads can read at once. Linux returns at most 2 GiB.
+            # pread has no shared position, so threads can use it. Linux reads at most 2 GiB at once.
             try:
                 piece = os.pread(self._descriptor, min(size - len(data), 1 << 30), at + len(data))
             except OSError as error:

@@ -125,8 +125,8 @@ def load_tokenizer(path: str | None) -> Tokenizer:
         path: A tokenizer.json, or a folder with one. None for bytes.
 
     Raises:
-        DataError: The file is missing or damaged, has no end token, or the tokenizers library is not
-            installed.
+        DataError: The file is missing or damaged, or has no end token. Or the tokenizers library
+            is not installed.
     """
     if path is None:
         return BYTES
