@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import jinja2
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around generated text. They are noncharacters, which valid text never has (Unicode 23.7)."""
+"""Marks around generated text: noncharacters, which valid text never has (Unicode 23.7)."""
 Spans = list[tuple[int, int]]
 
 
@@ -147,7 +147,7 @@ def _marked(text: str) -> tuple[str, Spans]:
 
 @cache
 def _compiled(template: str) -> jinja2.Template:
-    """Compiles a template in a sandbox, with the functions that transformers offers."""
+    """Compiles a template in a sandbox, with tojson and raise_exception as in transformers."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -289,7 +289,7 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
 
 
 def _messages_of_row(place: str, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Returns the messages of a row in the format of OpenAI, ShareGPT or Alpaca. None for others."""
+    """Returns the messages of a row in OpenAI's, ShareGPT's or Alpaca's format, else None."""
     if row.get("messages") is not None:
         messages = _messages(place, row["messages"])
     elif row.get("conversations") is not None:

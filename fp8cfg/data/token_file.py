@@ -143,7 +143,7 @@ class TokenFile:
             bytearray(),
         )
         while len(data) < size:
-            # pread has no shared position, so threads can use it. Linux reads at most 2 GiB at once.
+            # pread has no shared position, so threads can use it. Linux reads up to 2 GiB at once.
             try:
                 piece = os.pread(self._descriptor, min(size - len(data), 1 << 30), at + len(data))
             except OSError as error:
