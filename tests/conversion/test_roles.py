@@ -129,10 +129,10 @@ def test_the_table_says_where_none_was_found() -> None:
     fp8 = fp8cfg.convert_model(model, recipe())
     assert "fp8.output_layer=false: no output layer was found" in str(fp8)
     fp8cfg.convert_back(model)
-    assert "No output layer" not in str(
+    assert "no output layer" not in str(
         fp8cfg.convert_model(model, recipe("fp8.output_layer=true"))
     )
-    assert "No output layer" not in str(fp8cfg.convert_model(Body(head=linear()), recipe()))
+    assert "no output layer" not in str(fp8cfg.convert_model(Body(head=linear()), recipe()))
 
 
 class Share(nn.Module):
