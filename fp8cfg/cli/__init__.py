@@ -1,4 +1,4 @@
-"""The command line: one file per verb, and the table of verbs for `--help`, completion and dispatch."""
+"""Command line: one file per verb, and the table of verbs for `--help`, completion and dispatch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Verb(NamedTuple):
         section: The section of `--help`.
         about: The line of `--help`.
         trains: Whether the verb trains.
-        words: What a shell completes after the verb, if not keys.
-        path: Whether a path comes first, which the shell completes.
+        words: Completions after the verb. None completes keys.
+        path: Whether the first argument is a path.
     """
 
     section: str
@@ -64,6 +64,6 @@ VERBS = {
         PREPARE, "print a completion script for your shell", words=("bash", "zsh", "fish")
     ),
 }
-"""The verbs in the order of `--help`. fp8cfg/cli/NAME.py has USAGE and run(argv), which returns the exit code."""
+"""Verbs in the order of `--help`. fp8cfg/cli/NAME.py has USAGE, and run(argv) for the exit code."""
 WORDS = (*VERBS, "help")
-"""Words that may come first on a command line."""
+"""First words of a command line."""

@@ -1,4 +1,7 @@
-"""Command-line arguments: split into options, key=value words and the rest. Loads no schema unless an argument is wrong."""
+"""Command-line arguments: splits them into options, overrides and the rest.
+
+The schema takes a tenth of a second to load, so it is only imported if an argument is wrong.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,25 @@ OPTIONS_OF_OTHERS = {
     "--log-level": "log.level=debug, info, warning or error",
     "--verbose": "log.level=debug",
 }
-"""Options of torchrun, NeMo-Run, axolotl and others, and how to write them here."""
+"""Options of torchrun, NeMo-Run, axolotl and others, with the equivalent here."""
 VERBOSE = "--verbose"
 """Option of verbs that train."""
 SHORT = {"-cd": "--config-dir"}
-"""Hydra's short names of options that every verb with the long one takes."""
+"""Short names of options, as in Hydra. They work for all verbs with the long option."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
-"""How the names of recipe files end."""
+"""Endings of recipe files."""
 
 
 @dataclass
 class Arguments:
-    """What stands on a command line beside the verb."""
+    """Arguments of a command without the verb.
+
+    Attributes:
+        words: Overrides, such as "fp8.margin=1".
+        plain: Other arguments, such as files and folders.
+        options: Values of each option.
+        flags: Options without a value.
+    """
 
     words: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
@@ -36,7 +46,7 @@ class Arguments:
     flags: set[str] = field(default_factory=set)
 
     def one(self, option: str) -> str | None:
-        """The value of an option that is given once, or None. Raises ConfigError where it is given more often."""
+        """Returns the value of an option, None without it. Raises ConfigError for two values."""
         values = self.options.get(option, [])
         if len(values) > 1:
             raise ConfigError(f"{option}: given {len(values)} times")
@@ -44,15 +54,23 @@ class Arguments:
 
 
 def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
-    """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest; after `--` no
-    word is an option. Raises ConfigError for every other option and every option without a value, and then for the words that are
-    wrong too."""
+    """Splits arguments. After `--`, arguments with a dash are no options.
+
+    Args:
+        argv: Arguments after the verb.
+        known: Options with a value.
+        flags: Options without a value.
+
+    Raises:
+        ConfigError: An option is unknown or has no value. Wrong overrides are reported too.
+    """
     out, problems, ended = Arguments(), list[str](), False
     left = list(argv)
     while left:
         arg = left.pop(0)
         if arg == "--" and not ended:
             ended = True
+        # "-" is standard input as recipe file.
         elif arg.startswith("-") and arg != "-" and not ended:
             name, eq, value = arg.partition("=")
             name = SHORT.get(name, name)
@@ -67,6 +85,7 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
                 problems.append(f"{name}: needs a value")
             else:
                 out.options.setdefault(name, []).append(value)
+        # Hydra's +key=value and ~key are overrides too.
         elif "=" in arg or arg[:1] in "+~":
             out.words.append(arg)
         else:
@@ -77,18 +96,18 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
 
 
 def add_verbose(arguments: Arguments) -> None:
-    """Adds the override that --verbose is short for."""
+    """Adds log.level=debug to the overrides if --verbose is set."""
     if VERBOSE in arguments.flags:
         arguments.words.append("log.level=debug")
 
 
 def before_end(argv: list[str]) -> list[str]:
-    """What stands before the end of options, where there may be some."""
+    """Returns the arguments before `--`, or all."""
     return argv[: argv.index("--")] if "--" in argv else argv
 
 
 def _hint(name: str, options: list[str], value: str) -> str:
-    """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
+    """Returns advice for an unknown option: another spelling, an override or another tool's flag."""
     from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.schema.recipe import short_keys
 
@@ -100,6 +119,7 @@ def _hint(name: str, options: list[str], value: str) -> str:
         return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
     if key in ("dry-run", "dry_run", "dryrun"):
         return "; did you mean 'fp8cfg plan'?"
+    # Compare without dashes. Otherwise the dashes alone would make two options similar.
     bare = {option.lstrip("-"): option for option in options}
     near = nearest(key, bare, 0.85)
     if not near:
@@ -111,7 +131,7 @@ def _hint(name: str, options: list[str], value: str) -> str:
 
 
 def _hint_on_flag(name: str, value: str) -> str:
-    """What to write in place of another project's flag; empty for a name that no table has."""
+    """Returns the equivalent of another project's flag, such as Megatron's. "" if it is unknown."""
     from fp8cfg.interop.projects import DOORS
     from fp8cfg.schema import foreign_names
     from fp8cfg.schema.keys import full
@@ -122,6 +142,7 @@ def _hint_on_flag(name: str, value: str) -> str:
     known = short_keys()
     home = foreign_names.home_of(key, known)
     same_leaf = [other for other in known if other.endswith("." + key.rpartition(".")[2])]
+    # One key ends with this name: --margin can only be fp8.margin.
     if not home and len(same_leaf) == 1:
         home = same_leaf[0]
     if not home:
@@ -139,7 +160,11 @@ def _hint_on_flag(name: str, value: str) -> str:
 
 
 def wrong_words(arguments: Arguments) -> list[str]:
-    """The lines of the words that are wrong by themselves, for an error that has other lines already."""
+    """Returns the problems of the overrides, to report them together with other problems.
+
+    Args:
+        arguments: Arguments of the command.
+    """
     from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.sweep_overrides import read
 
@@ -155,10 +180,10 @@ def wrong_words(arguments: Arguments) -> list[str]:
 
 
 def is_hydra(word: str) -> bool:
-    """Whether `word` is a setting of Hydra itself: hydra.sweep.dir=x, hydra/launcher=x, +hydra.x=1."""
+    """Returns whether an override is Hydra's own: hydra.sweep.dir=x, hydra/launcher=x, +hydra.x=1."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
 def is_recipe_file(arg: str) -> bool:
-    """Whether `arg` stands for a recipe file, `-` for standard input."""
+    """Returns whether an argument is a recipe file. "-" is standard input."""
     return arg == "-" or arg.endswith(RECIPE_FILES)

@@ -1,4 +1,4 @@
-"""`check`: validates a recipe, for whatever hardware, without running it."""
+"""`check`: validates a recipe for any hardware, without running it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLOPs is below fp8.min_coverage.
 
 
 def run(argv: list[str]) -> int:
-    """Check the recipe of `argv`. Returns the exit code."""
+    """Checks a recipe and returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
     as_json = "--json" in arguments.flags
     try:
@@ -52,6 +52,7 @@ def run(argv: list[str]) -> int:
             raise ConfigError(e.problems + wrong_words(arguments)) from None
         recipe, line, notes = _checked(arguments.words, folder, file)
     except (ConfigError, NotFP8Error) as e:
+        # Tools read the JSON of a wrong recipe too. Otherwise the caller prints the error.
         if not as_json:
             raise
         problems = e.problems if isinstance(e, ConfigError) else [str(e)]
@@ -79,10 +80,11 @@ def run(argv: list[str]) -> int:
 def _checked(
     words: list[str], folder: str | None, file: Path | None
 ) -> tuple[Recipe, str, list[str]]:
-    """Returns the recipe, a line on it and the notes.
+    """Returns the recipe, a summary line and the notes.
 
     Raises:
-        ConfigError: It has every problem of the recipe.
+        ConfigError: The recipe is wrong. The error lists all problems.
+        NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
     found = settled(words, folder, file)
     recipe = found.recipe
@@ -92,6 +94,7 @@ def _checked(
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", {scalings.title(p.fp8.scaling)} in {count}" if p.fp8.enabled else ""
     said = remarks.remark_lines(recipe, layout.rank_part(recipe, t.num_nodes * t.devices))
+    # This machine may differ from the one that trains, so its problems are only notes.
     here = [f"note: {note}" for note in preflight.local_problems(recipe, folder)]
     line = f"{recipe.name}, {p.compute}{fp8}"
     return recipe, line, [*found.notes, *said, *here]

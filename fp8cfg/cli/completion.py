@@ -1,4 +1,7 @@
-"""`completion`: the completion script of a shell, and the words that it completes. Loads no torch and no Hydra."""
+"""`completion`: prints the completion script of a shell, and computes completions.
+
+Each press of Tab starts this process, so it loads neither torch nor Hydra.
+"""
 
 from __future__ import annotations
 
@@ -97,15 +100,16 @@ NEXT = {
     "--dtype": ("bf16", "fp16", "fp32"),
     "--fp8": ("block", "tensor"),
 }
-"""Options with one of a few values. With a key if these are empty."""
+"""Options with a fixed set of values. An empty tuple means any key."""
 FILE_OPTIONS = ("--config-dir", "--output")
 """Options with a file or folder."""
 TRAINED = ("hf", "peft")
-"""What `export` writes from a run folder."""
+"""Exports that read a run folder."""
 
 
 def run(argv: list[str]) -> int:
-    """Print the script of a shell, or after --words what completes the last of the words. Returns the exit code."""
+    """Prints the script of a shell, or the completions after --words. Returns the exit code."""
+    # Scripts call --words. It is not in the usage text.
     if argv[:1] == ["--words"]:
         print("".join(f"{word}\n" for word in completions(argv[1:])), end="")
         return 0
@@ -118,10 +122,17 @@ def run(argv: list[str]) -> int:
 
 
 def completions(words: list[str]) -> list[str]:
-    """What the last of `words`, all after the command's name, can be completed to; in full, and sorted."""
+    """Returns the completions of the last word.
+
+    Args:
+        words: Words after `fp8cfg`, up to the cursor. The last one may be empty.
+
+    Returns:
+        Complete words, sorted. Empty if the shell should complete files.
+    """
     *before, current = words or [""]
     named = before[0] if before and before[0] in WORDS else "train"
-    verb = VERBS.get(named)  # help is none
+    verb = VERBS.get(named)  # None for help
     found: Iterable[str]
     option = hydra.SHORT.get(before[-1], before[-1]) if before else ""
     takes_path = verb and verb.path and len(before) == 1 and not current.startswith("-")
@@ -141,7 +152,7 @@ def completions(words: list[str]) -> list[str]:
         found = verb.words
     else:
         found = [*(() if before else WORDS), *_keys_below(current)]
-        if before == ["explain"]:  # a key alone
+        if before == ["explain"]:  # keys without a value
             found = [key.rstrip("=") for key in found]
         if before == ["import"]:  # the project comes first
             found = _projects("import")
@@ -151,16 +162,17 @@ def completions(words: list[str]) -> list[str]:
 
 
 def _projects(verb: str) -> list[str]:
-    """The words after `import` and `export`: projects, and what else `export` writes."""
+    """Returns the words after `import` and `export`: projects and other formats."""
     if verb not in ("import", "export"):
         return []
+    # After the check: no other completion should load this package.
     from fp8cfg.interop.projects import DOORS
 
     return [*DOORS, *TRAINED, "slurm"] if verb == "export" else [*DOORS]
 
 
 def _expects_file(before: list[str], current: str) -> bool:
-    """Whether a file of a project or a run folder comes next."""
+    """Returns whether the next argument is a project's file or a run folder."""
     if len(before) != 2 or current.startswith("-") or "=" in current:
         return False
     verb, project = before
@@ -170,15 +182,21 @@ def _expects_file(before: list[str], current: str) -> bool:
 
 
 def options(verb: str) -> list[str]:
-    """The options that the usage text of `verb` names."""
+    """Returns the options of a verb.
+
+    Args:
+        verb: Name of the verb, or "help".
+    """
+    # From the usage text, so there is no second list. torchrun's options in examples are not ours.
     text = "" if verb == "help" else re.sub(r"torchrun.*", "", usage(verb))
     return sorted({"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)})
 
 
 def _valued(word: str, before: list[str]) -> list[str]:
-    """What completes the value of `word`, after the last comma of a sweep; presets of a --config-dir `before` it included."""
+    """Completes the value of `word`, after the last comma of a sweep."""
     key, _, value = word.partition("=")
     ready = f"{key}={value[: value.rfind(',') + 1]}"
+    # Presets of a --config-dir earlier on the line are choices too.
     folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
     own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
     shipped = choices(key) if key in GROUPS else keys().get(key, [])
@@ -186,7 +204,7 @@ def _valued(word: str, before: list[str]) -> list[str]:
 
 
 def _keys_below(start: str) -> list[str]:
-    """The groups and keys that begin with `start`, each up to its next dot."""
+    """Returns groups and keys that begin with `start`, each up to its next dot."""
     found = [f"{group}=" for group in GROUPS]
     for key in keys():
         rest, dot, _ = key[len(start) :].partition(".")
@@ -196,7 +214,7 @@ def _keys_below(start: str) -> list[str]:
 
 @functools.cache
 def keys() -> dict[str, list[str]]:
-    """The values of every key, by its short name, if they are few: choices, true, false, null; otherwise an empty list."""
+    """Returns the values of each key by short name. Empty for keys with any value."""
     values = {}
     for key, field in fields().items():
         types = (field.annotation, *typing.get_args(field.annotation))

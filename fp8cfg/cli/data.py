@@ -1,4 +1,4 @@
-"""`data`: token files from text, `data prepare`."""
+"""`data prepare`: tokenizes text into token files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _READ = ("data.name", "data.path", "data.text_key", "data.tokenizer", "data.mixt
 
 
 def run(argv: list[str]) -> int:
-    """Write the token files that `argv` name. Returns the exit code."""
+    """Writes token files and returns the exit code."""
     arguments = split(argv, ("--config-dir",))
     file = next((word for word in arguments.plain[2:] if is_recipe_file(word)), None)
     if arguments.plain[:1] != ["prepare"] or len(arguments.plain) != 2 + bool(file):
@@ -63,6 +63,7 @@ def run(argv: list[str]) -> int:
     folder = arguments.one("--config-dir")
     d = composed(arguments.words, folder, recipe_path(file) if file else None).data
     library = Library(Path(folder) if folder else None)
+    # Only the source and the tokenizer matter here. Other overrides would be lost silently.
     keys = {short(key) for key in Overrides.parse(arguments.words, library).keys}
     idle = sorted(keys - {*_READ})
     refuse_if(
@@ -94,6 +95,7 @@ def run(argv: list[str]) -> int:
 
 
 def _tokenizer(name: str | None) -> Tokenizer:
+    """Loads the tokenizer. Raises ConfigError with the key."""
     try:
         return load_tokenizer(tokenizer_path(name))
     except DataError as e:
@@ -101,7 +103,7 @@ def _tokenizer(name: str | None) -> Tokenizer:
 
 
 def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
-    """The line that trains on the files."""
+    """Returns the command that trains on the files."""
     words = [
         "fp8cfg",
         "data=tokens",
@@ -118,11 +120,12 @@ def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
 
 @contextmanager
 def _stopped_cleanly() -> Iterator[None]:
-    """Inside of the block SIGTERM ends it as an error does, which removes what is half written."""
+    """Context manager in which SIGTERM raises SystemExit, so that incomplete files are deleted."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""`diff`: the keys in which two recipes or two runs differ."""
+"""`diff`: lists the keys in which two recipes or runs differ."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ Options:
 
 @dataclass
 class _Side:
+    """One side of the comparison. Only run folders have an environment record."""
+
     name: str
     recipe: Recipe
     environment: dict[str, Any] | None
 
 
 def run(argv: list[str]) -> int:
-    """Print how the two sides of `argv` differ. Returns the exit code."""
+    """Prints the differences and returns the exit code."""
     first, second, flags = _halves(argv)
+    # Collect the problems of both sides before the error. --config-dir on one side is for both.
     sides, problems = list[_Side](), list[str]()
     for half, other in ((first, second), (second, first)):
         try:
@@ -81,7 +84,7 @@ def run(argv: list[str]) -> int:
 
 
 def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
-    """What stands before and after `--`; two folders or files need none between them."""
+    """Returns the arguments before and after `--`, and all flags."""
     if argv.count("--") > 1:
         raise ConfigError("--: stands once, between the two")
     cut = argv.index("--") if "--" in argv else len(argv)
@@ -90,6 +93,7 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
         for part in (argv[:cut], argv[cut + 1 :])
     ]
     first, second = halves
+    # Two folders or files are clear without `--`. Overrides are not.
     if "--" not in argv:
         if len(first.plain) != 2 or first.words:
             raise ConfigError(
@@ -101,12 +105,14 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 
 def _leaves(side: _Side) -> dict[str, Any]:
-    """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
+    """Returns the leaves of a recipe's Fiddle graph by path."""
+    # Without a check against this machine: the recipe may be for another one.
     graph = builder.import_graph()
     return graph_text.leaf_values(graph.make_graph(job_plan.checked_recipe(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:
+    """Reads the recipe of one side. Raises ConfigError."""
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
     refuse_if(
         [

@@ -1,4 +1,4 @@
-"""`doctor`: reports the installation, and which precision runs on this machine through which backend."""
+"""`doctor`: reports the installation, and the precisions and backends that run on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Print the inventory. Returns the exit code."""
+    """Prints the inventory and returns the exit code."""
     arguments = split(argv, (), ("--json",))
     extra = [*arguments.words, *arguments.plain]
     if extra:
@@ -46,7 +46,11 @@ def run(argv: list[str]) -> int:
 
 
 def report(found: dict[str, Any]) -> list[Section]:
-    """Returns the inventory in sections."""
+    """Formats the inventory.
+
+    Args:
+        found: Result of `inventory`.
+    """
     gpus = [
         f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
         for g in found["gpus"]
@@ -82,6 +86,7 @@ def report(found: dict[str, Any]) -> list[Section]:
 
 
 def _variables(variables: dict[str, dict[str, str]]) -> str:
+    """Formats environment variables with their effects."""
     if not variables:
         return "environment variables that change results: none is set"
     lines = [
@@ -92,7 +97,8 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
 
 
 def _precisions(presets: dict[str, dict[str, str]]) -> list[str]:
-    """The table, with reasons numbered under it."""
+    """Formats the table of precisions and backends, with numbered reasons below."""
+    # Many cells share a reason, so each is printed once.
     reasons: list[str] = []
 
     def cell(answer: str) -> str:

@@ -1,4 +1,4 @@
-"""`evaluate`: the loss of a run on held-out text, in one precision or several, whose difference is what a precision costs."""
+"""`evaluate`: measures the loss of a run on held-out data, in one precision or several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Print the losses that `argv` ask for. Returns the exit code."""
+    """Prints the losses and returns the exit code."""
     arguments = split(argv, ("--data", "--precision", "--step", "--samples", "--accelerator"))
     if len(arguments.plain) != 1 or arguments.words:
         raise ConfigError(
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 
 def _samples_of(recipe: Recipe, path: str) -> Samples:
-    """All of what is at `path`. Raises ConfigError, which names the option, where the run's data would be named by their key."""
+    """Loads all samples at `path`. Raises ConfigError with the option instead of the key."""
     from fp8cfg.training.evaluation import samples_of
 
     try:
@@ -90,15 +90,19 @@ def _samples_of(recipe: Recipe, path: str) -> Samples:
 
 
 def _of_option(problem: str, path: str) -> str:
+    """Replaces data=NAME by --data at the start of a problem."""
     said = re.sub(r"^data=\w+: ", "", problem)
-    if said == problem:  # of another key
+    if said == problem:  # the problem is about another key
         return problem
     return f"--data {said}" if said.startswith(str(Path(path))) else f"--data {path}: {said}"
 
 
 def _perplexity(loss: float) -> float:
+    """Returns exp(loss), or infinity above 700."""
+    # math.exp overflows with an error above 709.
     return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _difference(by: float) -> str:
+    """Formats a difference with its sign."""
     return "nan" if math.isnan(by) else f"{by:+.4f}"

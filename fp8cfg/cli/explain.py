@@ -1,4 +1,4 @@
-"""`explain`: a key's type, default, meaning and effect, and every layer that set it."""
+"""`explain`: prints type, default, meaning and effect of a key, and the layers that set it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Explain the key of `argv`. Returns the exit code."""
+    """Explains a key and returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
     files = [arg for arg in arguments.plain if is_recipe_file(arg)]
     keys = [arg for arg in arguments.plain if arg not in files]
@@ -50,6 +50,7 @@ def run(argv: list[str]) -> int:
     try:
         full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
+        # The user may have given a value, such as a preset's name or a scaling, instead of a key.
         chosen = chooses(keys[0])
         values = {
             **_keys_by_value(),
@@ -86,7 +87,7 @@ def run(argv: list[str]) -> int:
 
 
 def _keys_by_value() -> dict[str, str]:
-    """Keys by the options that one key alone has."""
+    """Returns the key of each value that belongs to one key only, by value."""
     keys: dict[str, set[str]] = {}
     for key, field in fields().items():
         for option in options(field.annotation):
