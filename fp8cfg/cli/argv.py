@@ -107,7 +107,7 @@ def before_end(argv: list[str]) -> list[str]:
 
 
 def _hint(name: str, options: list[str], value: str) -> str:
-    """Returns advice for an unknown option: another spelling, an override or another tool's flag."""
+    """Returns advice on an unknown option: another spelling, an override or a tool's flag."""
     from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.schema.recipe import short_keys
 
@@ -180,7 +180,7 @@ def wrong_words(arguments: Arguments) -> list[str]:
 
 
 def is_hydra(word: str) -> bool:
-    """Returns whether an override is Hydra's own: hydra.sweep.dir=x, hydra/launcher=x, +hydra.x=1."""
+    """Returns whether an override is one of Hydra's own, such as hydra.sweep.dir=x."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 

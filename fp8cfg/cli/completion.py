@@ -165,7 +165,7 @@ def _projects(verb: str) -> list[str]:
     """Returns the words after `import` and `export`: projects and other formats."""
     if verb not in ("import", "export"):
         return []
-    # After the check: no other completion should load this package.
+    # Imported after the check, so that other verbs complete without it.
     from fp8cfg.interop.projects import DOORS
 
     return [*DOORS, *TRAINED, "slurm"] if verb == "export" else [*DOORS]

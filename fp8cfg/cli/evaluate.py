@@ -52,6 +52,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--data {path}: {NO_ADDRESS}")
     limit = whole(arguments, "--samples", 1)
     found = loaded(arguments)
+    # Imported late: a wrong argument is an error before torch is loaded.
     from fp8cfg.training.evaluation import held_out, held_out_loss
 
     samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)

@@ -1,4 +1,4 @@
-"""`export`: writes a recipe as YAML, JSON or Python, to keep and to edit."""
+"""`export`: writes a recipe, another project's configuration, weights or a Slurm script."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ _INSTEAD = {
     "sbatch": "write: fp8cfg export slurm",
     "onnx": "is not written; fp8cfg export hf writes weights as transformers loads them",
 }
-"""Programs that read what another export writes."""
+"""Advice for other names, such as programs that read the files of another export."""
 
 
 def run(argv: list[str]) -> int:
-    """Export the recipe of `argv`. Returns the exit code."""
+    """Writes the export and returns the exit code."""
     arguments = split(
         argv,
         ("--config-dir", "--output", "--fp8", "--dtype", "--slurm"),
@@ -146,13 +146,14 @@ def run(argv: list[str]) -> int:
         if project
         else write(recipe, shipped_choices(result.layers), "--full" in arguments.flags)
     )
+    # Editors with the YAML language server read the schema's path from the first line.
     if output and forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
     return print_or_write(text, output)
 
 
 def _project(arguments: Arguments) -> str | None:
-    """Take the project out of the words without a value; None where the recipe is exported for fp8cfg itself."""
+    """Removes the project from `arguments.plain` and returns it. None without a project."""
     if not arguments.plain or is_recipe_file(arguments.plain[0]):
         return None
     name = arguments.plain[0]
@@ -173,7 +174,8 @@ def _project(arguments: Arguments) -> str | None:
 
 
 def _of(project: str, recipe: Recipe) -> str:
-    """The recipe as that project's text; what is lost is counted on standard error, and told there where no comment can be."""
+    """Returns the recipe in a project's format. Prints notes on settings without a counterpart."""
+    # Formats with comments have the lost settings in the text, so here their number is enough.
     text, lost = to_text(project, recipe)
     name = DOORS[project].dialect.name
     if lost and DOORS[project].remarks:
@@ -187,7 +189,7 @@ def _of(project: str, recipe: Recipe) -> str:
 
 
 def refuse_what_is_there(out: Path) -> None:
-    """Raise ConfigError where `out` is anything but an empty folder."""
+    """Raises ConfigError if `out` exists and is not an empty folder."""
     try:
         empty = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
     except OSError as e:
@@ -198,8 +200,17 @@ def refuse_what_is_there(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that is `out` at the end of the block, and gone where that fails: half an export would be taken for a whole one.
-    Raises NotWritable."""
+    """Context manager for a new folder that gets its name at the end of the block.
+
+    After an error the folder is deleted, so an incomplete export never has the final name.
+
+    Args:
+        out: The new folder.
+
+    Raises:
+        NotWritable: The folder cannot be written.
+    """
+    # A sibling of `out`: a rename is atomic only within a file system.
     whole = out.resolve()
     made = whole.with_name(f".{whole.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
     try:
@@ -215,7 +226,11 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def run_hf(arguments: Arguments) -> int:
-    """Write the folder that `arguments` name: hf, the run, and where to. Returns the exit code."""
+    """Writes a Hugging Face folder and returns the exit code.
+
+    Args:
+        arguments: "hf", the run folder and the new folder, with options.
+    """
     if len(arguments.plain) != 3 or arguments.words:
         raise ConfigError(
             "export hf: needs a run folder and a new folder, as in: fp8cfg export hf runs/NAME OUT"
@@ -264,7 +279,7 @@ _TOKENIZER_FILES = (
 
 
 def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Copies the run's tokenizer, chat template and generation config, so that AutoTokenizer loads the folder."""
+    """Copies the tokenizer, chat template and generation config, so that AutoTokenizer works."""
     name = hub.tokenizer_path(hub.chosen_tokenizer(recipe))
     if name:
         tokenizer = Path(name)
@@ -279,13 +294,14 @@ def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
 
 
 def _copy(folder: Path, names: Sequence[str], out: Path) -> None:
+    """Copies the files of these names that exist in `folder`."""
     for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 
 
 def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
-    """Raise ConfigError for adapters without --merge, which has no effect without them."""
+    """Raises ConfigError if the run has adapters but not --merge, or the other way around."""
     merge, named = "--merge" in arguments.flags, arguments.plain[1]
     if merge and not found.recipe.lora.enabled:
         raise ConfigError(f"--merge: has no effect, {named} has no adapters; drop it")
@@ -294,6 +310,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
             f"{named}: it trained only adapters, its other weights are the base model's; write --merge to"
             f" add them to these, or: fp8cfg export peft {named} OUT"
         )
+    # Merging would change the shared weight, and so the embedding, which had no adapter.
     tied = found.recipe.model.share_embeddings_and_output_weights
     if (
         merge
@@ -307,6 +324,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
 
 
 def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype: str) -> None:
+    """Writes config and weights. `fp8` is None, "block" or "tensor"."""
     from fp8cfg.backends.stored_weights import DTYPES
     from fp8cfg.building.first_weights import hf_layout
     from fp8cfg.models import hf_export
@@ -316,6 +334,7 @@ def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype:
             f"--fp8 {fp8}: {family.architecture} multiplies by Conv1D, for which there is no FP8"
             " layout; write BF16"
         )
+    # Quantize the layers that the run had in FP8. After a run without FP8, quantize all layers.
     planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
     hf_export.write(
         out,
@@ -330,7 +349,11 @@ def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype:
 
 
 def run_peft(arguments: Arguments) -> int:
-    """Write the folder that `arguments` name: peft, the run, and where to. Returns the exit code."""
+    """Writes the adapters of a LoRA run for PEFT and returns the exit code.
+
+    Args:
+        arguments: "peft", the run folder and the new folder.
+    """
     options = arguments.flags or arguments.one("--fp8") or arguments.one("--dtype")
     if len(arguments.plain) != 3 or arguments.words or options:
         raise ConfigError(
@@ -354,6 +377,7 @@ def run_peft(arguments: Arguments) -> int:
         projections(transformer_config(found.recipe)),
     )
     base, revision = found.recipe.model.weights, None
+    # PEFT loads the base model by name and revision.
     if base and base.startswith(hub.PREFIX):
         base, revision = hub.split_hub_id(base)
     try:
@@ -380,7 +404,11 @@ def run_peft(arguments: Arguments) -> int:
 
 
 def run_slurm(arguments: Arguments) -> int:
-    """Print the script for the recipe of `arguments`, or write it to --output. Returns the exit code."""
+    """Prints an sbatch script, or writes it to --output. Returns the exit code.
+
+    Args:
+        arguments: "slurm", a recipe file if any, overrides and options.
+    """
     if arguments.flags:
         raise ConfigError(
             f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"

@@ -1,4 +1,4 @@
-"""`--help`: usage texts, without loading anything that is slow to load."""
+"""`--help`: prints usage texts, without slow imports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ and saved
 
 
 def usage(verb: str | None = None) -> str:
-    """Returns the help text of `verb`, or the general one with all names of presets."""
+    """Returns a help text.
+
+    Args:
+        verb: Name of the verb. None for the general text with all names of presets.
+    """
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
     named = {
@@ -65,22 +69,30 @@ def usage(verb: str | None = None) -> str:
 
 
 def choices(group: str) -> list[str]:
-    """The shipped choices of `group`, sorted."""
+    """Returns the shipped names of a group, sorted.
+
+    Args:
+        group: "recipe", "precision", "data" or "task".
+    """
     return sorted(shipped_recipes()) if group == "recipe" else _stems(group)
 
 
 def root(name: str) -> Path:
-    """The shipped folder `name`, recipes or conf; in a checkout that is a link."""
+    """Returns the path of a shipped folder: "recipes" or "conf"."""
+    # In a git checkout it is a link to the folder at the root.
     return (Path(__file__).parents[1] / name).resolve()
 
 
 def _stems(group: str) -> list[str]:
+    """Returns the names of a group's YAML files."""
     return sorted(p.stem for p in (root("conf") / group).glob("*.yaml"))
 
 
 def shipped_recipes() -> dict[str, tuple[str, Path]]:
-    """The shipped recipes by name, with the first line on each and its file. They are read from the source of `recipes/`, which
-    is not imported: the schema takes a tenth of a second."""
+    """Returns description and file of each shipped recipe by name.
+
+    The source code is parsed and not imported, because importing the schema takes 0.1 seconds.
+    """
     return {
         name: (about, file)
         for file in root("recipes").glob("*.py")
@@ -89,8 +101,14 @@ def shipped_recipes() -> dict[str, tuple[str, Path]]:
 
 
 def recipes_in(file: Path) -> dict[str, str]:
-    """The recipes that the top of `file` registers, with the first line on each: functions under the decorator `recipe`, and sizes
-    of a family, such as `llama_8b = size("llama_8b", ..., "Llama 3.1 8B.")`."""
+    """Returns the description of each recipe in a Python file by name.
+
+    Finds functions with the decorator `recipe`, and sizes of a family such as
+    `llama_8b = size("llama_8b", ..., "Llama 3.1 8B.")`.
+
+    Args:
+        file: The Python file. It is parsed, not run.
+    """
     found = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and {"recipe", "fp8cfg.recipe"} & set(
@@ -107,13 +125,14 @@ def recipes_in(file: Path) -> dict[str, str]:
                 for arg in node.value.args
                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
             ]
+            # The first text must repeat the variable's name. Other calls at the top do not.
             if words[:1] == [node.targets[0].id]:
                 found[words[0]] = words[1] if len(words) > 1 else ""
     return found
 
 
 def _by_family(names: list[str]) -> list[str]:
-    """Names with one beginning as a shell writes them: `qwen3_{4b,8b}`."""
+    """Joins names of a family with braces, as in a shell: `qwen3_{4b,8b}`."""
     ends: dict[str, list[str]] = {}
     for name in names:
         family, dash, end = name.partition("_")
@@ -125,6 +144,7 @@ def _by_family(names: list[str]) -> list[str]:
 
 
 def _wrapped(names: list[str], width: int = 66) -> str:
+    """Wraps names to `width` columns, indented below the first line."""
     lines = [""]
     for name in names:
         if len(lines[-1]) + len(name) > width:

@@ -1,4 +1,4 @@
-"""Hydra flags: --cfg, --info, --package, --resolve and --hydra-help; -m is multirun's."""
+"""Hydra flags: --cfg, --info, --package, --resolve and --hydra-help. For -m see multirun.py."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ _NOT_OURS = {
     "--config-name",
     "--experimental-rerun",
 }
-"""Flags of a Hydra application that mean nothing, or something else, here."""
+"""Flags of Hydra applications that fp8cfg does not have, or uses differently."""
 
 
 def spelled_out(argv: list[str]) -> list[str]:
-    """`argv` with long names for Hydra's short ones, and with the `all` that an `--info` alone stands for."""
+    """Replaces Hydra's short flags by long ones, and `--info` without a value by `--info=all`.
+
+    Args:
+        argv: Arguments of the command.
+    """
     out: list[str] = []
     for arg, after in zip(argv, [*argv[1:], ""], strict=False):
         name, eq, value = arg.partition("=")
@@ -55,7 +59,14 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 
 def asked(arguments: Arguments) -> str | None:
-    """Which of the flags is given, None for a run. Raises ConfigError for two of them, or a value that is none of theirs."""
+    """Returns the Hydra flag of a command, None for a normal run.
+
+    Args:
+        arguments: Arguments of the command.
+
+    Raises:
+        ConfigError: Two flags, an unknown value, or an option without --cfg.
+    """
     given = [
         f
         for f in ("--multirun", "--cfg", "--info", "--hydra-help")
@@ -77,7 +88,15 @@ def asked(arguments: Arguments) -> str | None:
 
 
 def show(arguments: Arguments, file: Path | None) -> int:
-    """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
+    """Prints the output of --cfg, --info or --hydra-help, as Hydra does.
+
+    Args:
+        arguments: Arguments of the command.
+        file: The recipe file, if any.
+
+    Returns:
+        The exit code.
+    """
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
     found = settled(words, folder, file)
@@ -99,8 +118,17 @@ def show(arguments: Arguments, file: Path | None) -> int:
 
 
 def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
-    files that nobody has checked, and for a folder without a name, which would be the current one.
+    """Separates overrides of the recipe from Hydra's own.
+
+    Args:
+        words: Overrides of a command.
+
+    Returns:
+        Overrides of the recipe, and Hydra's.
+
+    Raises:
+        ConfigError: A search path, because Hydra would read unchecked files. Or an empty folder,
+            which would be the current one.
     """
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
     refuse_if(
@@ -116,11 +144,16 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _nameless(key: str, value: str = "") -> bool:
+    """Returns whether a folder of Hydra is set to nothing."""
     return key in _FOLDERS and value.strip(" '\"") in ("", "null")
 
 
 def refuse_idle(arguments: Arguments) -> None:
-    """Raise ConfigError for words of Hydra's that would do nothing in a single run."""
+    """Raises ConfigError for overrides of Hydra without an effect in a single run.
+
+    Args:
+        arguments: Arguments of the command.
+    """
     idle = [w for w in arguments.words if is_hydra(w) and not w.startswith(RUN_DIR)]
     if idle:
         meant = RUN_DIR.rstrip("=")
@@ -136,7 +169,13 @@ def refuse_idle(arguments: Arguments) -> None:
 
 
 def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) -> Path | None:
-    """The folder that hydra.run.dir names for a single run, in which `changes` gave way; None where no word does."""
+    """Returns the run folder of hydra.run.dir, None if it is not set.
+
+    Args:
+        arguments: Arguments of the command.
+        file: The recipe file, if any.
+        changes: Values that were changed to resolve conflicts. The folder may interpolate them.
+    """
     words, theirs = hydra_split(arguments.words)
     if not theirs:
         return None
@@ -152,7 +191,11 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """The `hydra` node of the primary config: where runs and sweeps of `recipe` go."""
+    """Returns the `hydra` node of the primary config: the folders of runs and sweeps.
+
+    Args:
+        recipe: The recipe.
+    """
     at = "${now:%Y%m%d-%H%M%S}"
     return {
         "job": {"name": "fp8cfg"},
@@ -162,7 +205,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _package(key: str | None) -> str | None:
-    """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
+    """Returns the full name of --package. Raises ConfigError for an unknown node or key."""
     if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
         return key
     if full(key) not in fields():
@@ -177,19 +220,21 @@ def _print(
     words: list[str],
     hydra_words: list[str],
 ) -> None:
+    """Prints the output of the flag through Hydra's own functions."""
     cfg, info = arguments.one("--cfg"), arguments.one("--info")
     if cfg:
         try:
             hydra.show_cfg(
                 NAME, [*words, *hydra_words], cfg, package, "--resolve" in arguments.flags
             )
-        except SystemExit:  # after its own line on stderr
+        except SystemExit:  # Hydra has printed its own error already
             raise ConfigError(f"--package {package}: not in --cfg {cfg}") from None
     elif info:
         hydra.show_info(info, NAME, [*words, *hydra_words])
     else:
         from hydra._internal.utils import get_args_parser
 
+        # argparse has no public way to remove options.
         parser = get_args_parser()
         parser._actions = [a for a in parser._actions if not _NOT_OURS & set(a.option_strings)]
         hydra.hydra_help(NAME, parser, Namespace(overrides=hydra_words))

@@ -1,4 +1,7 @@
-"""`import`: a recipe from another project's precision settings. Loaded by name, since no statement can import `import`."""
+"""`import`: converts another project's configuration into a recipe.
+
+`import` is a keyword, so this module is loaded with importlib.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Print the recipe that is imported. Returns the exit code."""
+    """Prints or writes the imported recipe and returns the exit code."""
     cut = argv.index("--") if "--" in argv else len(argv)
     arguments, words = _split(argv[:cut]), argv[cut + 1 :]
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
@@ -77,6 +80,7 @@ def run(argv: list[str]) -> int:
     )
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
     remarks: list[str] = []
+    # A NeMo script may build on a recipe that is shipped here too.
     source = recipe_of_file(project, file) if file else None
     if source and not chosen:
         chosen = [f"recipe={source}"]
@@ -94,6 +98,7 @@ def run(argv: list[str]) -> int:
     _say("warning", found.unknown)
     choices = shipped_choices(base.layers)
     named = {"recipe": choices["recipe"]} if "recipe" in choices else {}
+    # The source has a model of its own, so the default recipe's name would be wrong.
     if not chosen and found.recipe.model.hidden_size != base.recipe.model.hidden_size:
         remarks += _name_shape(found.recipe, base.recipe)
         name = found.recipe.name
@@ -123,7 +128,7 @@ def run(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> Arguments:
-    """The words before --. Raises ConfigError for flags of Megatron-LM's, which stand after it."""
+    """Splits the arguments before --. Raises ConfigError for Megatron-LM's flags among them."""
     flags = [
         arg
         for arg in argv
@@ -140,13 +145,14 @@ def _split(argv: list[str]) -> Arguments:
 
 
 def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
-    """What is imported with the words on top, checked. The model may be that of a recipe that nobody chose: lines on it say so."""
+    """Applies the overrides to the imported recipe and checks it."""
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:
         return composed(words, arguments.one("--config-dir"), base=found)
     except ConfigError as e:
         if words != arguments.words or found.model != base.model:
             raise
+        # The model is the default recipe's. Errors about it should mention this.
         other = f" (of {default_recipe()}, as no recipe is named); add recipe=NAME"
         typed = tuple(word.partition("=")[0] for word in words)
         raise ConfigError(
@@ -158,7 +164,7 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
 
 
 def _without_typed(lines: Iterable[str], arguments: Arguments) -> list[str]:
-    """`lines` without those on values that the source lacks and a word of `arguments` sets."""
+    """Drops remarks on missing values that an override sets."""
     typed = [f"{word.partition('=')[0]}=" for word in arguments.words]
     return [
         line for line in lines if NOT_GIVEN not in line or not any(key in line for key in typed)
@@ -178,8 +184,13 @@ _SHAPE = (
 
 
 def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
-    """Names a recipe after the shipped one of its shape, and takes its vocabulary if the source has none. Returns a line on the
-    vocabulary."""
+    """Names a recipe after the shipped one with this shape.
+
+    Also copies the vocabulary if the source has none.
+
+    Returns:
+        A remark on the vocabulary, if it is a guess.
+    """
     is_given = recipe.model.vocab_size != base.model.vocab_size
     recipe.name = "imported"
     for name, make in recipes().items():
@@ -199,12 +210,12 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
 
 
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
-    """The project and its file; no file where there are words."""
+    """Returns the project and its file, None if arguments follow --. Raises ConfigError."""
     if not arguments.plain:
         raise ConfigError(f"import: needs a project; choose from {', '.join(DOORS)}")
     project, *files = arguments.plain
     if door(project).presets and len(files) == 1 and not words and _a_name(files[0]):
-        words.append(files.pop())  # of a preset
+        words.append(files.pop())  # the name of a preset, not a file
     if any(word.partition("=")[0] in ("precision", "trainer.plugins") for word in arguments.words):
         raise ConfigError("precision=: is what is imported; drop one of the two")
     if len(files) + bool(words) != 1:
@@ -222,9 +233,11 @@ def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
 
 
 def _a_name(word: str) -> bool:
+    """Returns whether an argument is a name and not a file."""
     return "/" not in word and not Path(word).suffix and not Path(word).exists()
 
 
 def _say(kind: str, lines: Iterable[str]) -> None:
+    """Prints lines to standard error as notes or warnings."""
     for line in lines:
         print(f"{kind}: {line}", file=sys.stderr)
