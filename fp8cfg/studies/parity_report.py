@@ -79,7 +79,7 @@ class ParityReport:
         losses: Training losses by precision, seed and step, the baseline first. Diverged precisions
             are left out.
         band: Noise band from the baseline's seeds at each step. Empty with one seed.
-        limits: Questions beyond this study, one line each.
+        limits: Limits of the study, one line each.
     """
 
     study: Study

@@ -3,7 +3,7 @@
 Read from top to bottom:
 
     make_study      one recipe per precision and seed, each with its run folder
-    train_runs      trains what is missing: finished runs are reused, stopped runs are resumed
+    train_runs      reuses finished runs, resumes stopped runs and trains the others
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.run_data import read_run, run_name
 
 OWN = "own"
-"""Name of the precision that the recipe itself has."""
+"""Name of the recipe's own precision."""
 PRECISION_KEYS = "trainer.plugins."
-"""Beginning of the full names of keys that may differ between the precisions."""
+"""Prefix of the full names of precision keys. They may differ between the runs of a study."""
 WITHOUT_EFFECT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
-"""Keys that change no loss."""
+"""Keys without effect on losses."""
 DIVERGED = 7
-"""Exit code of a run that diverged."""
+"""Exit code of a diverged run. With an executor it is the only trace of the error."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class PlannedRun:
 
     Attributes:
         precision: Name of the precision in the study.
-        seed: The seed.
+        seed: Value of trainer.seed.
         recipe: The recipe of the run.
-        folder: Its run folder.
+        folder: The run folder.
     """
 
     precision: str
@@ -76,9 +76,9 @@ class Study:
         baseline: Name of the baseline.
         precisions: Names of the other precisions.
         seeds: Seeds of the runs.
-        runs: Runs to train, the baseline first.
-        given: Folders of a baseline that exists already, by seed.
-        tolerance: Largest gap that is accepted, in nats per token.
+        runs: Runs to train, the baseline first. A given baseline is not among them.
+        given: Run folders of an existing baseline by seed. Empty if the study trains the baseline.
+        tolerance: Largest accepted gap, in nats per token.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Study:
 
 
 def precision_words(text: str) -> list[str]:
-    """Returns the overrides that choose a precision.
+    """Returns the overrides for a precision.
 
     Args:
         text: Name of a preset, or "own" for the recipe's own precision. Overrides may follow, such
@@ -107,7 +107,8 @@ def precision_words(text: str) -> list[str]:
 
 
 def split_list(text: str, separator: str) -> list[str]:
-    """Splits a list at its separators, except inside of brackets, and drops empty items."""
+    """Splits a list at its separators, except within brackets, and drops empty items."""
+    # Values may be lists with commas, such as fp8.exclude=[a,b].
     items = [""]
     depth = 0
     for character in text:
@@ -133,11 +134,14 @@ def make_study(
     Args:
         recipes: Recipe of each precision by name, the baseline first.
         seeds: Number of seeds. Ignored with `against`.
-        tolerance: Largest gap that is accepted.
-        against: Run folders of a baseline. Then `recipes` has no baseline.
+        tolerance: Largest accepted gap, in nats per token.
+        against: Run folders of an existing baseline. Then `recipes` has no baseline.
+
+    Returns:
+        The study. Nothing is trained or written yet.
 
     Raises:
-        ConfigError: The recipes cannot be compared.
+        ConfigError: The recipes cannot be compared, or an argument is not valid.
     """
     if seeds < 1:
         raise ConfigError(f"seeds={seeds}: must be at least 1")
@@ -151,7 +155,7 @@ def make_study(
         _refuse_single_run_keys(recipe)
     if against:
         given = _given_baseline(against, first)
-        # No precision has such a name, so that a run folder named after one is told apart.
+        # With "run " in front: a run folder may have the name of a preset, such as bf16.
         baseline = f"run {', '.join(run_name(path) for path in given.values())}"
         all_seeds = list(given)
         others = names
@@ -165,7 +169,8 @@ def make_study(
             f" precision={baseline},bf16_fp8"
         )
     _refuse_equal(recipes)
-    # A study of other length has its own folder: its learning rates differ from the first step on.
+    # The folder name has the number of steps. Learning rates follow trainer.max_steps, so runs of
+    # different lengths differ from the first step.
     root = Path(first.log.dir) / f"parity-{first.name}-{first.trainer.max_steps}steps"
     runs = []
     for name, recipe in recipes.items():
@@ -176,7 +181,7 @@ def make_study(
 
 
 def _refuse_single_run_keys(recipe: Recipe) -> None:
-    """Raises ConfigError for keys that cannot hold for all runs of a study."""
+    """Raises ConfigError for keys without use in a study of several runs."""
     problems = []
     if recipe.log.folder is not None:
         problems.append(
@@ -188,7 +193,8 @@ def _refuse_single_run_keys(recipe: Recipe) -> None:
 
 
 def _refuse_equal(recipes: Mapping[str, Recipe]) -> None:
-    """Raises ConfigError if two precisions are the same, or would share a folder."""
+    """Raises ConfigError if two precisions are equal or would share a folder."""
+    # Equal recipes under two names would pass as a comparison with a gap of exactly 0.
     problems = []
     for one, other in itertools.combinations(recipes, 2):
         if same_results(recipes[one], recipes[other]):
@@ -199,12 +205,14 @@ def _refuse_equal(recipes: Mapping[str, Recipe]) -> None:
 
 
 def _folder_name(precision: str) -> str:
-    """Returns the name of a precision as part of a folder's name."""
+    """Returns a precision as part of a folder name."""
+    # Overrides after a name have spaces, equal signs and brackets.
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", precision).strip("_")
 
 
 def _recipe_of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:
-    """Returns the recipe of one run. It can be resumed by `fit` and by `fp8cfg resume`."""
+    """Returns the recipe of one run."""
+    # With its own folder and resume=auto, both `fit` and `fp8cfg resume` can resume the run.
     recipe = recipe.model_copy(deep=True)
     recipe.trainer.seed = seed
     recipe.log.folder = str(folder)
@@ -213,10 +221,15 @@ def _recipe_of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:
 
 
 def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, Path]:
-    """Returns existing baseline runs by seed.
+    """Returns the run folders of an existing baseline by seed.
+
+    Args:
+        folders: The run folders.
+        recipe: Recipe of the runs to compare with the baseline.
 
     Raises:
-        ConfigError: A run has another recipe than `recipe`, apart from precision and seed.
+        ConfigError: A run differs from `recipe` in more than precision and seed, or two runs have
+            the same seed.
     """
     given: dict[int, Path] = {}
     problems = []
@@ -240,24 +253,24 @@ def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, 
 
 
 def other_keys(before: Recipe, recipe: Recipe) -> list[str]:
-    """Returns the keys outside of the precision that differ and may change the loss."""
+    """Returns the different keys with effect on the losses, except for precision keys."""
     return [
         key for key in _changed_keys(before, recipe) if not full(key).startswith(PRECISION_KEYS)
     ]
 
 
 def same_results(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes train to the same losses."""
+    """Whether two recipes have the same losses."""
     return not _changed_keys(one, other)
 
 
 def _changed_keys(before: Recipe, recipe: Recipe) -> list[str]:
-    """Returns the keys that differ and may change the loss."""
+    """Returns the short names of different keys with effect on the losses."""
     return [key for key in changes(before, recipe) if not matches(key, WITHOUT_EFFECT)]
 
 
 def _value(recipe: Recipe, key: str) -> str:
-    """Returns the value of a key as it is written in an override."""
+    """Returns the value of a key, spelled as in an override."""
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)
@@ -269,9 +282,15 @@ def _value(recipe: Recipe, key: str) -> str:
 
 
 def check_runs(study: Study) -> None:
-    """Raises ConfigError if a precision cannot run on this machine. Nothing is trained."""
+    """Checks that all precisions can run on this machine. Nothing is trained.
+
+    Raises:
+        ConfigError: A line for each problem. Without the check, an unsupported precision would fail
+            after the baseline has trained.
+    """
     problems: dict[str, list[str]] = {}
     for run in study.runs:
+        # Seeds don't change hardware support.
         if run.seed != study.seeds[0]:
             continue
         hardware = find_hardware(run.recipe.trainer.accelerator)
@@ -284,7 +303,12 @@ def check_runs(study: Study) -> None:
 
 
 def for_precisions(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
-    """Names the precision in each line that does not concern all of `count` precisions."""
+    """Adds the names of precisions to problems.
+
+    Args:
+        problems: Names of the affected precisions by problem.
+        count: Number of all precisions. A problem of all of them gets no names.
+    """
     lines = []
     for line, names in problems.items():
         prefix = "" if len(names) == count else f"precision={', '.join(names)}: "
@@ -293,7 +317,7 @@ def for_precisions(problems: Mapping[str, Sequence[str]], count: int) -> list[st
 
 
 def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
-    """Trains all runs of a study that are not finished.
+    """Trains all unfinished runs of a study, one after another.
 
     Args:
         study: The study.
@@ -302,10 +326,13 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
 
     Raises:
         ConfigError: A run folder has another recipe. Raised before anything is trained.
-        Diverged: The baseline diverged. The errors of `train_run`.
+        Diverged: The baseline diverged.
+
+        All errors of `train_run` apply too.
     """
+    # Only for its error: a folder with another recipe should not stop the study halfway.
     for run in study.runs:
-        has_started(run)  # raises an error for another recipe
+        has_started(run)
     steps = study.runs[0].recipe.trainer.max_steps
     say(f"{len(study.runs)} runs of {steps} steps in {printable(str(study.folder))}")
     for number, run in enumerate(study.runs, 1):
@@ -318,7 +345,7 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
 
 
 def _train_or_diverge(study: Study, run: PlannedRun, train_run: TrainRun, say: Say) -> None:
-    """Trains a run. A precision that diverges gets a verdict later, a baseline ends the study."""
+    """Trains a run. Raises Diverged for a baseline. Other diverged runs get a verdict later."""
     from fp8cfg.checkpoint.saver import Diverged
     from fp8cfg.training.loop import Interrupted
 
@@ -334,7 +361,7 @@ def _train_or_diverge(study: Study, run: PlannedRun, train_run: TrainRun, say: S
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Whether a run has nothing left to train.
+    """Whether a run needs no more training.
 
     Raises:
         ConfigError: Its folder has a run with another recipe.
@@ -348,14 +375,15 @@ def is_finished(run: PlannedRun) -> bool:
 
 
 def has_started(run: PlannedRun) -> bool:
-    """Whether the folder of a run has the run.
+    """Whether a run has started: its folder has a recipe.
 
     Raises:
-        ConfigError: It has a run with another recipe.
+        ConfigError: Its folder has a run with another recipe.
     """
     if not (run.folder / RECIPE).exists():
         return False
     folder = RunFolder.reading(run.folder)
+    # Earlier recipes too: a resume with other keys has changed the losses after it.
     for recipe in [folder.read_recipe(), *(recipe for _, recipe in folder.past_recipes())]:
         keys = _changed_keys(recipe, run.recipe)
         if keys:
@@ -369,7 +397,7 @@ def has_started(run: PlannedRun) -> bool:
 
 
 def fit_here(run: PlannedRun, say: Say) -> None:
-    """Trains or resumes a run in this process. The errors are those of `fp8cfg.fit`."""
+    """Trains or resumes a run in this process. Raises the errors of `fp8cfg.fit`."""
     from fp8cfg.building.builder import build
     from fp8cfg.training.runs import fit
 
@@ -381,11 +409,14 @@ def fit_here(run: PlannedRun, say: Say) -> None:
     try:
         fit(build(run.recipe), run.folder, say=say_progress)
     finally:
+        # After an error too: a diverged run is followed by the next one.
         _free_memory()
 
 
 def _free_memory() -> None:
-    """Releases what a run leaves behind in its process, for the next run."""
+    """Releases the memory of a finished run in this process."""
+    # Tensors in reference cycles wait for the garbage collector. Without a reset, torch.compile
+    # would reach its limit of recompilations after a few models.
     gc.collect()
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_available():
@@ -395,11 +426,13 @@ def _free_memory() -> None:
 
 
 def with_executor(executor: Any) -> TrainRun:
-    """Returns a function that trains a run through an executor."""
+    """Returns a function that trains a run through an executor, see `fp8cfg.run`."""
 
     def train_run(run: PlannedRun, say: Say) -> None:
+        """Trains or resumes a run, unless it still runs."""
         from fp8cfg.checkpoint.saver import Diverged
 
+        # An executor such as Slurm may return before its jobs end. A second call finds them.
         if has_started(run) and read_run(run.folder).state == "running":
             say(f"{run.title}: still running")
             return

@@ -1,4 +1,8 @@
-"""Verdicts of a parity study, and what the study cannot tell."""
+"""Verdicts and limits of a parity study.
+
+`judge` reads the run folders, computes the gaps (loss_gap.py) and returns the report. Limits are
+sentences on what the runs do not show: too few steps or seeds, a small model, unequal runs.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +33,23 @@ from fp8cfg.studies.parity_runs import Study, other_keys
 from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
 
 SMALL_MODEL = 1_000_000_000
-"""Below this number of parameters, a study says that the model is small."""
+"""Parameters of a large model. A smaller one gets a limit in the report."""
 SHORT_RUN = 20
-"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Below, a run is short."""
+"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Fewer are a short run."""
 STATE = "state.json"
 """File of a checkpoint with the digest of the data."""
 FEW_STEPS = 20
-"""Below this number of steps, losses have hardly begun to fall."""
+"""Optimizer steps. With fewer, losses have hardly begun to fall."""
 
 
 def judge(study: Study) -> ParityReport:
-    """Reads the runs of a study and gives each precision a verdict.
+    """Reads the runs of a study and judges each precision.
 
     Args:
-        study: The study. Its runs may still train: the steps that all of them have are compared.
+        study: The study. Its runs may still train. Their common steps are compared.
+
+    Returns:
+        The report.
 
     Raises:
         ConfigError: A run has no step yet, or the runs have no step in common.
@@ -51,6 +58,7 @@ def judge(study: Study) -> ParityReport:
     runs = _read_runs(study)
     _check_baseline(study, runs[study.baseline])
     losses = {name: {seed: _losses(run) for seed, run in of.items()} for name, of in runs.items()}
+    # Without diverged precisions: their few steps would shorten the comparison of all others.
     healthy = {
         name: of_seed
         for name, of_seed in losses.items()
@@ -62,6 +70,7 @@ def judge(study: Study) -> ParityReport:
             f"{study.folder}: the runs have no step in common; wait until they have trained, and"
             " run the same command again"
         )
+    # One window for all precisions, so that their gaps can be compared with each other.
     window = window_length(len(steps))
     baseline = {
         seed: {step: run[step] for step in steps} for seed, run in losses[study.baseline].items()
@@ -75,6 +84,7 @@ def judge(study: Study) -> ParityReport:
             verdicts.append(_diverged(name, runs[name]))
     band = seed_band(baseline, steps, window)
     half_widths = [] if band is None else [float(value) for value in band]
+    # The limits need the rest of the report.
     report = ParityReport(study, verdicts, steps, window, healthy, half_widths, limits=[])
     return replace(report, limits=[*_limits(report, runs)])
 
@@ -84,7 +94,7 @@ Runs = Mapping[str, Mapping[int, RunData]]
 
 
 def _read_runs(study: Study) -> Runs:
-    """Reads all run folders. Raises ConfigError if one has no step."""
+    """Reads all run folders. Raises ConfigError if a run has no steps yet."""
     folders: dict[str, dict[int, Path]] = {}
     if study.given:
         folders[study.baseline] = dict(study.given)
@@ -109,6 +119,7 @@ def _read_runs(study: Study) -> Runs:
 
 def _check_baseline(study: Study, runs: Mapping[int, RunData]) -> None:
     """Raises Diverged if a run of the baseline diverged."""
+    # `train_runs` raises it too, but a given or queued baseline is only read here.
     from fp8cfg.checkpoint.saver import Diverged
 
     for seed, run in runs.items():
@@ -120,13 +131,14 @@ def _check_baseline(study: Study, runs: Mapping[int, RunData]) -> None:
 
 
 def _losses(run: RunData) -> dict[int, float]:
-    """Returns the finite losses by step. With a loss scale a skipped step may have none."""
+    """Returns the finite losses by step."""
+    # With a loss scale, a skipped step may have an infinite loss. It is no common step then.
     steps, values = run.series("loss")
     return {step: value for step, value in zip(steps, values, strict=True) if math.isfinite(value)}
 
 
 def _judge_gaps(study: Study, name: str, gaps: Gaps, runs: Runs) -> Verdict:
-    """Gives a verdict on a precision whose runs did not diverge."""
+    """Returns the verdict on a precision without diverged runs."""
     return Verdict(
         name,
         judge_gap(gaps.last, study.tolerance),
@@ -140,6 +152,8 @@ def _judge_gaps(study: Study, name: str, gaps: Gaps, runs: Runs) -> Verdict:
 
 def judge_gap(gap: GapAtStep, tolerance: float) -> VerdictName:
     """Returns the verdict on a gap. A lower loss than the baseline's never fails."""
+    # The order matters: a gap above both bounds is worse, a gap below the noise is chance. The rest
+    # is real and small, or unknown with one seed.
     if gap.is_worse(tolerance):
         return "worse"
     if gap.noise is not None and abs(gap.mean) <= gap.noise:
@@ -148,7 +162,8 @@ def judge_gap(gap: GapAtStep, tolerance: float) -> VerdictName:
 
 
 def _val_gap(baseline: Mapping[int, RunData], other: Mapping[int, RunData]) -> float | None:
-    """Returns the mean gap of the last validation loss that all runs have."""
+    """Returns the mean gap of the last common validation loss, None without a finite one."""
+    # Keys are (is_other, seed). Validation losses are few and have no window.
     losses = {}
     for runs in (baseline, other):
         for seed, run in runs.items():
@@ -163,7 +178,7 @@ def _val_gap(baseline: Mapping[int, RunData], other: Mapping[int, RunData]) -> f
 
 
 def _diverged(name: str, runs: Mapping[int, RunData]) -> Verdict:
-    """Returns the verdict on a precision of which a run diverged."""
+    """Returns the verdict on a precision with diverged runs. The earliest one is named."""
     diverged = {seed: run for seed, run in runs.items() if run.state == "diverged"}
     seed, first = min(diverged.items(), key=lambda item: item[1].steps)
     message = f"{len(diverged)} of {len(runs)} runs diverged, seed {seed} at step {first.steps}"
@@ -177,10 +192,11 @@ def _diverged(name: str, runs: Mapping[int, RunData]) -> Verdict:
 
 
 def _limits(report: ParityReport, runs: Runs) -> Iterator[str]:
-    """Yields a line for each thing that the study cannot tell."""
+    """Yields a line for each limit of the study."""
     study = report.study
     yield from _statistical_limits(report)
     recipe = study.runs[0].recipe
+    # Parameters of the whole model, and tokens of one run up to the last common step.
     parameters = count_parameters(recipe, rank_part(recipe)).total
     tokens = report.steps[-1] * recipe.trainer.global_batch_size * recipe.model.seq_length
     if len(report.steps) < FEW_STEPS or tokens < SHORT_RUN * parameters:
@@ -203,6 +219,7 @@ def _limits(report: ParityReport, runs: Runs) -> Iterator[str]:
             f" ({unfinished[0].steps} steps): {len(report.steps)} steps are compared."
         )
     yield from _unequal_runs(study, runs)
+    # One run of each precision: seeds don't change the backend.
     emulated = [
         name for name, of_seed in runs.items() if _is_emulated(next(iter(of_seed.values())))
     ]
@@ -215,7 +232,7 @@ def _limits(report: ParityReport, runs: Runs) -> Iterator[str]:
 
 
 def _statistical_limits(report: ParityReport) -> Iterator[str]:
-    """Yields what the number of seeds cannot tell."""
+    """Yields the limits of few seeds."""
     study = report.study
     if len(study.seeds) == 1:
         yield (
@@ -229,6 +246,7 @@ def _statistical_limits(report: ParityReport) -> Iterator[str]:
                 f"{verdict.precision}: its gap is real, but smaller than what other seeds would"
                 f" change ({report.band[-1]:.4f})."
             )
+        # Twice the tolerance, because no number of seeds detects a gap of just the tolerance.
         detectable = verdict.detectable
         if detectable is None or detectable <= 2 * study.tolerance:
             continue
@@ -243,7 +261,7 @@ def _statistical_limits(report: ParityReport) -> Iterator[str]:
 
 
 def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
-    """Yields differences between the runs other than their precision."""
+    """Yields differences between the runs apart from precision and seed."""
     first_name = study.baseline
     first = next(iter(runs[first_name].values()))
     for name in study.precisions:
@@ -252,13 +270,14 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
         if keys:
             yield f"{name} differs from {first_name} in {', '.join(keys)} too, not only in precision."
     all_runs = [run for of_seed in runs.values() for run in of_seed.values()]
+    # A file may change between two runs, and no key shows it. The digest does.
     if len({_corpus(run) for run in all_runs} - {None}) > 1:
         yield "The runs were not trained on the same data: the text or the tokens differ."
     before = _read_json(first.folder, ENVIRONMENT)
     lines: dict[str, None] = {}
     for run in all_runs:
         lines |= dict.fromkeys(differences(before, _read_json(run.folder, ENVIRONMENT)))
-    # Whether two uncommitted states of the code are equal is unknown. Developers know it.
+    # Two uncommitted states of the code cannot be compared, so their note would say nothing.
     found = [line for line in lines if not line.startswith(("command", "code: uncommitted"))]
     if found:
         yield f"The runs were not trained in the same environment: {'; '.join(found[:3])}."
@@ -275,7 +294,7 @@ def _corpus(run: RunData) -> str | None:
 
 
 def _is_emulated(run: RunData) -> bool:
-    """Whether a run emulated its FP8 GEMMs, by its coverage.json."""
+    """Whether a run emulated its FP8 GEMMs, as recorded in coverage.json."""
     backend = _read_json(run.folder, COVERAGE).get("backend")
     return isinstance(backend, dict) and backend.get("product") == "emulate"
 
