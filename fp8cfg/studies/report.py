@@ -1,4 +1,7 @@
-"""Report of one or several runs: one HTML page with curves, precision, memory and recipe."""
+"""Report of one or several runs: one HTML page with curves, precision, memory and recipe.
+
+reported_run.py reads the runs, report_figures.py draws curves and heat maps, page.py writes HTML.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,14 @@ from fp8cfg.studies.value_sources import differing, is_default, value_sources
 TONES = {"done": "good", "running": "neutral", "stopped": "warning"}
 """Tone of the badge of a state. Other states are bad."""
 STATS_KEY = "log.fp8_stats_every_n_steps"
+"""Key to record the statistics of the heat maps."""
 MEMORY_KINDS = {
     "masters": "master weights",
     "accumulation": "gradient sums",
     "FP8 copies": "FP8 weights, scales and amax histories",
     "to come": "freed before gradients exist",
 }
-"""Kinds of planned memory whose names need an explanation."""
+"""Longer names for some kinds of planned memory. Other kinds have plain names."""
 
 
 def write_report(
@@ -50,12 +54,12 @@ def write_report(
 ) -> Path:
     """Writes a report of runs, as `fp8cfg report` does. Runs may still train.
 
-    The report is one HTML file that needs no server and no network.
+    The report is one HTML file. It needs no server and no network.
 
     Args:
         runs: Run folders, or folders with run folders in them, such as a sweep.
-        path: The HTML file. An older report there is replaced.
-        reference: The run that others are compared with. Defaults to the first one.
+        path: The HTML file. An older report is replaced.
+        reference: The run to compare others with. Defaults to the first one.
 
     Returns:
         The path of the report.
@@ -65,7 +69,7 @@ def write_report(
         RunFolderError: A folder is not a run folder, or its files are damaged.
         NotWritable: The report cannot be written.
     """
-    # First what fails soon: a long run takes some seconds to read.
+    # First the quick checks: a long run takes some seconds to read.
     plotly_script()
     check_page_path(Path(path))
     reported = read_runs(run_folders(runs, reference))
@@ -82,7 +86,12 @@ def write_report(
 
 
 def report_sections(runs: Sequence[ReportedRun]) -> list[Section]:
-    """Returns the sections of a report. The first run is the reference."""
+    """Returns the sections of a report.
+
+    Args:
+        runs: The runs. The first one is the reference of the differences.
+    """
+    # A run keeps its index, and so its color, in all figures.
     curves = [Curve(i, run.name, run.data) for i, run in enumerate(runs)]
     sections = [
         Section("Overview", _overview(runs)),
@@ -101,6 +110,7 @@ def report_sections(runs: Sequence[ReportedRun]) -> list[Section]:
 
 
 def _subtitle(runs: Sequence[ReportedRun]) -> str:
+    """Returns the line below the title."""
     if len(runs) > 1:
         return f"Compared with {runs[0].name}"
     recipe = runs[0].data.recipe
@@ -108,7 +118,7 @@ def _subtitle(runs: Sequence[ReportedRun]) -> str:
 
 
 def _precision_name(run: ReportedRun) -> str:
-    """Returns the precision in a few words, such as "bf16 with FP8 (delayed, hybrid)"."""
+    """Returns the precision in short, such as "bf16 with FP8 (delayed, hybrid)"."""
     precision = run.data.recipe.precision
     if not precision.fp8.enabled:
         return precision.compute
@@ -119,6 +129,7 @@ def _precision_name(run: ReportedRun) -> str:
 
 
 def _overview(runs: Sequence[ReportedRun]) -> list[Block]:
+    """Returns the key figures of the runs, and warnings about them."""
     blocks: list[Block] = []
     if len(runs) == 1:
         blocks.append(_facts(runs[0]))
@@ -134,6 +145,7 @@ def _overview(runs: Sequence[ReportedRun]) -> list[Block]:
 
 
 def _facts(run: ReportedRun) -> Facts:
+    """Returns the key figures of a single run. Missing ones are left out."""
     found: dict[str, Value] = {
         "state": run.data.state,
         "steps": f"{run.data.steps:,} of {run.data.recipe.trainer.max_steps:,}",
@@ -147,6 +159,7 @@ def _facts(run: ReportedRun) -> Facts:
 
 
 def _overview_table(runs: Sequence[ReportedRun]) -> Table:
+    """Returns the key figures of several runs."""
     columns = (
         "run",
         "state",
@@ -176,7 +189,7 @@ def _overview_table(runs: Sequence[ReportedRun]) -> Table:
 
 
 def _problems(run: ReportedRun) -> list[str]:
-    """Returns remarks about losses that are not finite and skipped steps."""
+    """Returns warnings about non-finite losses and skipped steps."""
     lines = []
     steps, losses = run.data.series("loss")
     bad = [step for step, loss in zip(steps, losses, strict=True) if not np.isfinite(loss)]
@@ -190,26 +203,31 @@ def _problems(run: ReportedRun) -> list[str]:
 
 
 def _count(steps: Sequence[int]) -> str:
+    """Returns the number of steps in words."""
     return f"{len(steps):,} step" + "s" * (len(steps) != 1)
 
 
 def _last(run: ReportedRun, name: str) -> str | None:
+    """Formats the last value of a metric."""
     _, values = run.data.series(name)
     return f"{values[-1]:.4f}" if values else None
 
 
 def _speed(run: ReportedRun) -> str | None:
-    """Returns the median speed. The first steps compile and warm up."""
+    """Formats the median speed in tokens per second."""
+    # Not the mean: the first steps compile and warm up.
     _, values = report_figures.tokens_per_second(run.data)
     return f"{np.median(values):,.0f}" if values else None
 
 
 def _peak(run: ReportedRun) -> str | None:
+    """Formats the measured peak memory."""
     _, values = run.data.series("memory")
     return size(max(values)) if values else None
 
 
 def _share(run: ReportedRun) -> str | None:
+    """Formats the share of matmul FLOPs in FP8."""
     share = (run.coverage or {}).get("share_of_matmul_flops")
     return f"{share:.1%}" if isinstance(share, float | int) else None
 
@@ -218,23 +236,25 @@ def _share(run: ReportedRun) -> str | None:
 
 
 def _precision(runs: Sequence[ReportedRun]) -> list[Block]:
-    # Runs with FP8 come first: their panel is visible.
+    """Returns the formats of the GEMMs of each run."""
+    # Runs with FP8 first, because only the first tab is visible at the start.
     ordered = sorted(runs, key=lambda run: not run.data.recipe.fp8.enabled)
     return _panels("Run", {run.name: _coverage(run) for run in ordered})
 
 
 def _panels(label: str, panels: Mapping[str, Sequence[Block]]) -> list[Block]:
-    """Returns the blocks of a single panel, or tabs for several."""
+    """Returns tabs, or just the blocks if there is a single panel."""
     if len(panels) == 1:
         return list(next(iter(panels.values())))
     return [Tabs(label, panels)]
 
 
 def _coverage(run: ReportedRun) -> list[Block]:
-    """Returns the formats of the GEMMs that ran, as recorded in coverage.json."""
+    """Returns the formats of the GEMMs of a run, as recorded in coverage.json."""
     coverage = run.coverage
     if coverage is None:
         return [Text("The run writes its coverage after the first step.")]
+    # A row for equal layers of all Transformer layers: number of layers, and of weights.
     groups: dict[tuple[str, ...], list[int]] = {}
     for linear in coverage.get("linears", ()):
         name = _without_index(linear["name"])
@@ -258,6 +278,7 @@ def _coverage(run: ReportedRun) -> list[Block]:
     attention = coverage.get("attention") or []
     if attention:
         names = ("p", "o", "ds", "dv", "dq", "dk")
+        # Layers with equal formats share a row.
         kinds: dict[tuple[str, ...], int] = {}
         for each in attention:
             key = (*(each[name] for name in names), each["reason"])
@@ -274,7 +295,7 @@ def _coverage(run: ReportedRun) -> list[Block]:
 
 
 def _without_index(name: str) -> str:
-    """Replaces the indices in the name of a layer with stars."""
+    """Replaces the indices in the name of a layer with stars: layers.*.mlp.linear_fc1."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -282,6 +303,7 @@ def _without_index(name: str) -> str:
 
 
 def _tensors(runs: Sequence[ReportedRun]) -> list[Block]:
+    """Returns clipped values over time, and heat maps of runs with recorded statistics."""
     curves = [Curve(i, run.name, run.data) for i, run in enumerate(runs)]
     blocks = report_figures.overflow(curves)
     histories = {run.name: run.history for run in runs if run.history is not None}
@@ -315,8 +337,11 @@ def _tensors(runs: Sequence[ReportedRun]) -> list[Block]:
 
 
 def _memory(runs: Sequence[ReportedRun], curves: Sequence[Curve]) -> list[Block]:
+    """Returns planned memory by kind next to the measured peak."""
     blocks: list[Block] = []
     plans = {run.name: run.planned for run in runs if isinstance(run.planned, PlanReport)}
+    # Runs may have different kinds: only some have master weights. `widest` is the rank with the
+    # largest peak.
     kinds = list(dict.fromkeys(kind for each in plans.values() for kind in each.widest.memory))
     rows: list[list[Value]] = []
     for kind in kinds:
@@ -346,6 +371,7 @@ def _memory(runs: Sequence[ReportedRun], curves: Sequence[Curve]) -> list[Block]
 
 
 def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
+    """Returns the different keys of several runs, and each recipe with its sources."""
     blocks: list[Block] = []
     if len(runs) > 1:
         rows = [
@@ -359,6 +385,7 @@ def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
 
 
 def _recipe_tables(run: ReportedRun) -> list[Block]:
+    """Returns the changed values of a recipe, and all values in a fold."""
     sources = value_sources(run.data.recipe, run.environment.get("command"))
     values = flat(run.data.recipe)
     rows = [[short(key), shown(value), sources[key]] for key, value in values.items()]
@@ -376,6 +403,7 @@ def _recipe_tables(run: ReportedRun) -> list[Block]:
 
 
 def _environment(runs: Sequence[ReportedRun]) -> list[Block]:
+    """Returns packages, GPUs, command and code of each run."""
     lines = [_environment_lines(run.environment) for run in runs]
     names = list(dict.fromkeys(name for each in lines for name in each))
     rows = [[name, *(each.get(name) for each in lines)] for name in names]
@@ -386,12 +414,13 @@ def _environment_lines(environment: Mapping[str, Any]) -> dict[str, str]:
     """Returns the texts of environment.json by name."""
     lines: dict[str, str] = {}
     for name, value in environment.items():
+        # The version of the folder's layout is of no use to a reader.
         if name == "run_format":
             continue
         if name == "command" and isinstance(value, list):
             lines[name] = " ".join(map(str, value))
         elif isinstance(value, dict):
-            # Versions of packages and environment variables need no word before their name.
+            # Names of packages and environment variables explain themselves. "commit" does not.
             before = "code " if name == "code" else ""
             lines |= {f"{before}{inner}": shown(each) for inner, each in value.items()}
         elif value not in (None, [], {}):

@@ -1,4 +1,7 @@
-"""Figures of a report: curves of several runs, and heat maps of FP8 statistics."""
+"""Figures of a report: curves of several runs, and heat maps of FP8 statistics.
+
+Numbers of points and cells are limited. So a report of many long runs stays a page of a few MB.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,23 @@ from fp8cfg.studies.page import Block, Figure, Tabs, Text, line_style, packed, p
 from fp8cfg.studies.run_data import RunData
 
 MOST_POINTS = 2000
-"""Points of a curve."""
+"""Most points of a curve, about the pixels of a wide figure."""
 CURVE_POINTS = 12_000
-"""Points of all curves of a figure: 0.2 MB, three numbers of 4 bytes each in base64."""
+"""Most points of all curves of a figure: 0.2 MB. A point has step, tokens and value in 12 bytes."""
 SMOOTH_FROM = 400
-"""Curves with at least so many points get a running mean."""
+"""Points from which a noisy curve gets a running mean."""
 MEAN_POINTS = 500
-"""Points of a running mean."""
+"""Most points of a running mean. It has no spikes, so fewer points suffice."""
 MARKED_POINTS = 60
-"""Curves with more points have no markers."""
+"""Most points of a curve with markers."""
 MOST_COLUMNS = 128
-"""Columns of a heat map."""
+"""Most columns of a heat map."""
 HEAT_MAP_CELLS = 650_000
-"""Cells of all heat maps of a report, 4 bytes each in base64: 3.5 MB."""
+"""Most cells of all heat maps of a report: 3.5 MB of float32 in base64."""
 STEPS, TOKENS = "steps", "tokens"
+"""Names of the two x axes."""
 Series = tuple[Sequence[int], Sequence[float]]
+"""Steps and values of a metric."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Curve:
     """A run in the figures.
 
     Attributes:
-        index: Number of its color.
+        index: Number of its color and dash, see `line_style`.
         name: Name in the legend.
         run: The run.
     """
@@ -48,12 +53,13 @@ class Curve:
 
     @cached_property
     def tokens(self) -> Callable[[Any], Floats]:
-        """Function from steps to the tokens trained until then."""
+        """See `tokens_of_steps`. Cached, because each figure calls it."""
         return tokens_of_steps(self.run)
 
 
 def tokens_per_second(run: RunData) -> Series:
-    """Returns the speed of each step. Runs of older versions recorded only seconds."""
+    """Returns the speed of each step in tokens per second."""
+    # Runs of older versions recorded only seconds.
     series = run.series("tokens_per_second")
     if series[0]:
         return series
@@ -63,7 +69,9 @@ def tokens_per_second(run: RunData) -> Series:
 
 
 def tokens_of_steps(run: RunData) -> Callable[[Any], Floats]:
-    """Returns a function from steps to the tokens trained until then."""
+    """Returns a function from steps to the number of tokens trained until then."""
+    # Interpolated, because heat maps ask for steps between the rows of metrics.jsonl. Without
+    # recorded tokens, as in older versions, all steps count the same.
     steps, tokens = run.series("tokens")
     per_step = run.recipe.trainer.global_batch_size * run.recipe.model.seq_length
     if not steps:
@@ -101,7 +109,7 @@ def training(curves: Sequence[Curve]) -> list[Block]:
 
 
 def differences(curves: Sequence[Curve]) -> list[Block]:
-    """Returns the differences of losses to the first run, at equal tokens."""
+    """Returns the differences of losses to the first run, at equal numbers of tokens."""
     reference = curves[0]
     figures = [
         _difference("Training loss", curves, "loss"),
@@ -123,6 +131,7 @@ def memory(curves: Sequence[Curve]) -> list[Block]:
     """Returns the measured memory over time."""
 
     def in_gib(run: RunData) -> Series:
+        """Returns the peak memory by step in GiB."""
         steps, values = run.series("memory")
         return steps, [value / 2**30 for value in values]
 
@@ -131,9 +140,10 @@ def memory(curves: Sequence[Curve]) -> list[Block]:
 
 
 def overflow(curves: Sequence[Curve]) -> list[Block]:
-    """Returns clipped values and skipped steps over time."""
+    """Returns clipped and infinite values and skipped steps over time."""
 
     def skipped(run: RunData) -> Series:
+        """Returns the number of skipped steps until each step. Empty without skipped steps."""
         steps, stepped = run.series("stepped")
         total = np.cumsum([not each for each in stepped])
         return (steps, total.tolist()) if len(total) and total[-1] else ([], [])
@@ -150,9 +160,11 @@ def overflow(curves: Sequence[Curve]) -> list[Block]:
 
 
 def _unless_zero(name: str) -> Callable[[RunData], Series]:
-    """Returns a series that is empty if all of its values are zero."""
+    """Returns a function from a run to a metric. It is empty if all values are zero."""
 
+    # A figure without any infinite value would only take space.
     def series(run: RunData) -> Series:
+        """Returns the metric of a run."""
         steps, values = run.series(name)
         return (steps, values) if any(values) else ([], [])
 
@@ -160,12 +172,13 @@ def _unless_zero(name: str) -> Callable[[RunData], Series]:
 
 
 def _points(curves: Sequence[Curve]) -> int:
-    """Returns the most points of a curve, so that many runs still fit the page."""
+    """Returns the most points of a curve, fewer for many runs."""
+    # 100 points still show the shape of a curve.
     return max(min(MOST_POINTS, CURVE_POINTS // len(curves)), 100)
 
 
 def _window(count: int) -> int:
-    """Returns the window of the running mean of `count` values."""
+    """Returns the window of the running mean of `count` values: 1 %, at least 10."""
     return max(count // 100, 10)
 
 
@@ -185,7 +198,7 @@ def _figure(
         title: Title of the figure.
         curves: The runs.
         series: Field of metrics.jsonl, or a function that returns the series of a run.
-        smooth: Whether long curves get a running mean.
+        smooth: Whether to add a running mean to long curves.
         markers: Whether to mark each point of a short curve.
         log_switch: Whether to offer a logarithmic y axis.
         wide: Whether the figure takes the whole width.
@@ -202,8 +215,18 @@ def _figure(
 
 
 def _difference(title: str, curves: Sequence[Curve], name: str) -> Figure | None:
-    """Returns the difference of a loss to the first run, at equal tokens."""
+    """Returns the difference of a loss to the first run, at equal numbers of tokens.
+
+    Args:
+        title: Title of the figure.
+        curves: The runs, the reference first.
+        name: "loss" or "val_loss".
+
+    Returns:
+        The figure. None if no run has a number of tokens in common with the reference.
+    """
     reference, *others = curves
+    # By tokens, not by steps: runs may differ in batch size.
     base = _at_tokens(reference, name)
     lines = _Lines(_points(curves))
     for curve in others:
@@ -217,7 +240,8 @@ def _difference(title: str, curves: Sequence[Curve], name: str) -> Figure | None
 
 
 def _at_tokens(curve: Curve, name: str) -> dict[int, tuple[int, float]]:
-    """Returns step and value of a metric by the tokens trained until then."""
+    """Returns step and value of a metric, by the number of tokens until then."""
+    # Rounded, because interpolated numbers are floats and serve as keys.
     steps, values = curve.run.series(name)
     tokens = curve.tokens(steps) if steps else np.zeros(0)
     return {
@@ -227,7 +251,11 @@ def _at_tokens(curve: Curve, name: str) -> dict[int, tuple[int, float]]:
 
 
 class _Lines:
-    """Traces of a figure, with the steps and the tokens of their points."""
+    """Traces of a figure, with the steps and the tokens of their points.
+
+    Args:
+        limit: Most points of a curve.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -243,7 +271,16 @@ class _Lines:
         smooth: bool = False,
         markers: bool = False,
     ) -> None:
-        """Adds a curve, and its running mean if it is long."""
+        """Adds a curve.
+
+        Args:
+            curve: The run.
+            steps: int64 [N].
+            values: float64 [N].
+            smooth: Whether to add a running mean to a long curve.
+            markers: Whether to mark each point of a short curve.
+        """
+        # The curve itself is decimated with all spikes. Behind its mean it is pale.
         kept = keep_extremes(values, self._limit)
         is_smooth = smooth and len(values) >= SMOOTH_FROM
         trace: dict[str, Any] = {}
@@ -253,6 +290,7 @@ class _Lines:
             trace |= {"mode": "lines+markers", "marker": {"size": 5}}
         self._trace(curve, steps[kept], values[kept], **trace)
         if is_smooth:
+            # The mean of all values, not only of the kept ones: extremes would bias it.
             means = running_mean(values, _window(len(values)))
             count = min(MEAN_POINTS, self._limit)
             kept = np.unique(np.linspace(0, len(values) - 1, count).astype(np.int64))
@@ -277,6 +315,8 @@ class _Lines:
     def _trace(
         self, curve: Curve, steps: np.ndarray[Any, Any], values: Floats, **more: Any
     ) -> None:
+        """Adds a Plotly trace. `more` has further attributes of the trace."""
+        # Infinity would break the range of the axis. NaN is a gap.
         finite = np.where(np.isfinite(values), values, np.nan)
         trace = {
             "type": "scatter",
@@ -297,13 +337,13 @@ class _Lines:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A heat map of a report.
+    """Look of a heat map.
 
     Attributes:
-        title: Title.
+        title: Title of the figure.
         note: Meaning of a cell.
-        log: Whether colors are logarithmic.
-        percent: Whether the values are fractions, shown in percent.
+        log: Whether colors are logarithmic, for values of many powers of ten.
+        percent: Whether to show fractions in percent.
     """
 
     title: str
@@ -325,7 +365,7 @@ MERGED = {"max": "largest", "min": "smallest", "mean": "mean"}
 
 
 def heat_map_columns(histories: Sequence[FP8History]) -> int:
-    """Returns the columns of each heat map, so that all of them fit the page."""
+    """Returns the most columns of each heat map, fewer for many layers and runs."""
     num_rows = sum(len(history.rows) * len(_shown_statistics(history)) for history in histories)
     return max(min(MOST_COLUMNS, HEAT_MAP_CELLS // max(num_rows, 1)), 2)
 
@@ -338,7 +378,7 @@ def heat_maps(
     Args:
         history: The statistics.
         tokens: See `tokens_of_steps`.
-        num_columns: Most columns.
+        num_columns: Most columns, from `heat_map_columns`.
     """
     merged = history.merged(num_columns)
     names = _shown_statistics(history)
@@ -358,7 +398,9 @@ def heat_maps(
 
 
 def _shown_statistics(history: FP8History) -> list[str]:
-    """Returns the statistics that have something to show."""
+    """Returns the statistics worth a heat map."""
+    # With one scale for a tensor, the smallest and the largest scale are equal. Non-finite values
+    # are rare. Equal NaN are missing measurements.
     names = list(STATISTICS)
     if np.array_equal(history.values["scale_min"], history.values["scale_max"], equal_nan=True):
         names.remove("scale_max")
@@ -370,10 +412,12 @@ def _shown_statistics(history: FP8History) -> list[str]:
 def _heat_map(
     history: FP8History, name: str, tensor: str, tokens: Callable[[Any], Floats]
 ) -> Figure:
+    """Returns the heat map of one statistic of one tensor: a row for each layer."""
     look = HEAT_MAPS[name]
     layers, values = history.of_tensor(name, tensor)
     centers = history.steps.mean(axis=1)
     suffix = "%" if look.percent else ""
+    # page.js replaces z by its logarithm and keeps the original values in customdata.
     shown = "customdata" if look.log else "z"
     trace: Mapping[str, Any] = {
         "type": "heatmap",
@@ -393,6 +437,7 @@ def _heat_map(
         [trace],
         {"hovermode": "closest", "yaxis": {"autorange": "reversed", "type": "category"}},
         note=f"{note}.",
+        # About 16 pixels for a layer. Beyond 620 pixels, a figure would not fit a screen.
         height=max(180, min(90 + 16 * len(layers), 620)),
         wide=len(layers) > 40,
         log_colors=look.log,
