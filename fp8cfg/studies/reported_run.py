@@ -1,4 +1,4 @@
-"""Runs of a report, read from their folders: metrics, environment, coverage, FP8 statistics and plan."""
+"""Runs of a report: the files of their folders, and a plan for each."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fp8cfg.studies.fp8_history import FP8History, read_history
 from fp8cfg.studies.run_data import RunData, find_runs, read_run
 
 MOST_RUNS = 32
-"""Runs in a report: as many as there are pairs of a color and a dash."""
+"""Most runs in a report: 8 colors with 4 dashes each. More lines would look alike."""
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of a report, with the files that `RunData` does not have.
+    """A run of a report, with more files than `RunData`.
 
     Attributes:
         data: The run.
-        name: Name in the report, unique there.
-        environment: Contents of environment.json, empty if it is damaged.
+        name: Unique name in the report.
+        environment: Contents of environment.json. Empty without the file.
         coverage: Contents of coverage.json. None before the first step.
         history: FP8 statistics. None if the run did not record them.
-        planned: The plan for the GPUs of the run, or a sentence why there is none.
+        planned: The plan for the GPUs of the run, or a sentence on why it is missing.
     """
 
     data: RunData
@@ -44,25 +44,29 @@ class ReportedRun:
 def run_folders(
     runs: Sequence[str | Path] | str | Path, reference: str | Path | None
 ) -> list[Path]:
-    """Returns the run folders of a report, the reference first and each folder once.
+    """Returns the run folders of a report, the reference first.
 
     Args:
         runs: Run folders, or folders with run folders in them.
-        reference: The reference. None if it is the first run.
+        reference: Run folder of the reference. None for the first run.
+
+    Returns:
+        The folders without duplicates.
 
     Raises:
-        ConfigError: There are no runs, or too many.
-        RunFolderError: There is no such folder.
+        ConfigError: There are no runs, or more than MOST_RUNS.
+        RunFolderError: A folder does not exist.
     """
     if isinstance(runs, str | Path):
         runs = [runs]
     if not runs:
         raise ConfigError("report: needs a run folder, as in: fp8cfg report runs/NAME")
+    # By resolved path, because a folder may be given twice: as the reference and in a sweep.
     found: dict[Path, Path] = {}
     for given in [reference, *runs] if reference is not None else runs:
         folder = Path(given)
         inner = find_runs(folder)
-        # Without runs in it, read_run has a message for the folder.
+        # For a folder without runs, read_run raises the error.
         for each in inner or [folder]:
             found.setdefault(each.resolve(), each)
     if len(found) > MOST_RUNS:
@@ -71,7 +75,13 @@ def run_folders(
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
-    """Reads runs. If two folders have the same name, the names in the report are paths.
+    """Reads the runs of a report.
+
+    Args:
+        folders: The run folders, the reference first.
+
+    Returns:
+        The runs. Their names are paths if two folders have the same name.
 
     Raises:
         ConfigError: A recipe is not valid in this version of fp8cfg.
@@ -85,6 +95,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
 
 
 def _read_files(run: RunData, name: str) -> ReportedRun:
+    """Reads the other files of a run, and plans its recipe."""
     folder = RunFolder.reading(run.folder)
     environment = _json_file(folder, ENVIRONMENT) or {}
     coverage = _json_file(folder, COVERAGE)
@@ -112,18 +123,21 @@ def _json_file(folder: RunFolder, name: str) -> dict[str, Any] | None:
 def _plan(
     run: RunData, environment: Mapping[str, Any], coverage: Mapping[str, Any] | None
 ) -> PlanReport | str:
-    """Plans the recipe for the GPUs of the run. Returns a sentence if there is no plan."""
+    """Plans the recipe for the GPUs of the run. Returns a sentence if this is impossible."""
     gpu = None
     names = environment.get("gpus") or []
     if names:
+        # The driver reports longer names, such as "NVIDIA H100 80GB HBM3".
         known = [key for key in GPUS if key in str(names[0]).lower().replace(" ", "-")]
         if not known:
             return f"There is no plan for {names[0]}."
+        # "l4" is in the name of an L40S too. The longest match is the right one.
         gpu = max(known, key=len)
     try:
         planned = plan(run.recipe, gpu, environment.get("ranks"))
     except ConfigError as error:
         return f"There is no plan: {error.problems[0]}"
+    # A custom model has a recipe too, but its memory is not the plan's.
     layers = {linear["name"] for linear in (coverage or {}).get("linears", ())}
     if layers and layers != {linear.name for linear in planned.coverage.linears}:
         return "There is no plan: the run trained a custom model."

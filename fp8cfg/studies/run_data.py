@@ -1,4 +1,4 @@
-"""Data of a run, read from its folder. Works while the run trains, and loads no torch."""
+"""Data of a run, read from its folder. Works during training and does not import torch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RunData:
     Attributes:
         folder: The run folder.
         name: Name of the folder.
-        recipe: The recipe. If a resume changed it, the last one.
+        recipe: The recipe, after the last resume.
         state: "running", "done", "stopped", "diverged" or "crashed".
-        rows: Rows of metrics.jsonl, in order of steps.
-        message: One line on how the run ended, or "".
+        rows: Rows of metrics.jsonl, sorted by step.
+        message: A line on the end of the run, or "".
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, as far as metrics.jsonl has them."""
+        """Number of optimizer steps in metrics.jsonl."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
@@ -62,6 +62,7 @@ class RunData:
         Returns:
             Steps and values. Rows without the metric are left out.
         """
+        # Rows of evaluations and saves have other fields than rows of steps.
         steps = []
         values = []
         for row in self.rows:
@@ -76,10 +77,10 @@ def read_run(folder: str | Path) -> RunData:
     """Reads a run folder. Does not lock it and writes nothing.
 
     Args:
-        folder: The run folder. Only its recipe.yaml is needed.
+        folder: The run folder. Files other than recipe.yaml may be missing.
 
     Returns:
-        The run, as far as it is written.
+        The run until its last complete row.
 
     Raises:
         RunFolderError: It is not a run folder, or its metrics are damaged.
@@ -95,28 +96,27 @@ def read_run(folder: str | Path) -> RunData:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Finds run folders, also in the folders of sweeps.
-
-    Links are not followed.
+    """Finds run folders, also in the folders of sweeps. Does not follow links.
 
     Args:
-        folder: Where to search, with all folders in it. May be a run folder itself.
+        folder: Folder to search, with all folders in it. May be a run folder itself.
 
     Returns:
-        Paths of the run folders, sorted.
+        Sorted paths of the run folders.
 
     Raises:
-        RunFolderError: There is no such folder.
+        RunFolderError: The folder does not exist.
     """
     files = RunFolder.reading(folder).files
     return sorted(_runs_below(files.path))
 
 
 def open_run(folder: str | Path) -> RunFolder:
-    """Opens a run folder to read. Raises RunFolderError if it is none."""
+    """Opens a run folder to read. Raises RunFolderError for any other folder."""
     run = RunFolder.reading(folder)
     if _has_run(os.listdir(run.path)):
         return run
+    # The usual mistake is the folder above: name a run in it.
     below = sorted(_runs_below(run.path))
     advice = "check the path, or list your runs with fp8cfg runs"
     if below:
@@ -126,19 +126,20 @@ def open_run(folder: str | Path) -> RunFolder:
 
 
 def run_name(folder: Path) -> str:
-    """Returns the name of a run folder, also for a path such as "."."""
+    """Returns the name of a run folder."""
+    # The path "." has no name of its own before it is resolved.
     return folder.name or folder.resolve().name
 
 
 def read_rows(files: RunFiles) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl, in order of steps. Raises RunFolderError if it is damaged."""
+    """Reads metrics.jsonl, sorted by step. Raises RunFolderError if it is damaged."""
     try:
         rows: list[dict[str, Any]] = list(metrics_file.read(files, METRICS))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, StrangeFile) as error:
         raise RunFolderError(printable(str(error))) from None
-    # A row of an evaluation or a save comes after the row of its step.
+    # A stable sort: a row of an evaluation or a save stays after the row of its step.
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -153,15 +154,18 @@ def read_state(
         max_steps: Planned optimizer steps.
 
     Returns:
-        The state, and the status that the run has written. None in folders of older versions.
+        The state, and the contents of status.json. Folders of older versions have none.
     """
     status = read_status(files)
     is_used = is_locked(files)
-    # In this process, the status is up to date even while it keeps the lock.
+    # A lock means a running process. But after `fit`, this process may keep the lock of a finished
+    # run: the status is right then.
     if is_used and not (status and _is_own_lock(files)):
         return "running", status
     if status is None:
         return _guess_state(files, last, max_steps), None
+    # A killed process can't write its end. is_used is None if the file system has no locks: then
+    # the status has to be believed.
     if status.state == "running" and is_used is False:
         killed = "the process was killed, or its machine stopped"
         return "crashed", Status("crashed", status.step, killed, status.time)
@@ -169,18 +173,19 @@ def read_state(
 
 
 def _guess_state(files: RunFiles, last: dict[str, Any], max_steps: int) -> State:
-    """Returns the state of a run without status.json, by its last row and its checkpoints."""
+    """Guesses the state of a run without status.json from its last row and its checkpoints."""
     step = last.get("step", 0)
     if not math.isfinite(last.get("loss", 0.0)):
         return "diverged"
     if step >= max_steps:
         return "done"
-    # A run that is stopped saves its last step. A run that crashes doesn't.
+    # A stopped run saves its last step, a crashed one doesn't.
     return "stopped" if step == newest_checkpoint(files)[0] else "crashed"
 
 
 def newest_checkpoint(files: RunFiles) -> tuple[int, Path | None]:
-    """Returns step and folder of the newest checkpoint, unverified. Step 0 without one."""
+    """Returns step and folder of the newest checkpoint. Step 0 and None without one."""
+    # Not verified: reading all tensors would take minutes.
     try:
         root = files.folder(CHECKPOINTS)
         steps = list_steps(root)
@@ -193,7 +198,8 @@ def newest_checkpoint(files: RunFiles) -> tuple[int, Path | None]:
 
 
 def _is_own_lock(files: RunFiles) -> bool:
-    """Whether this process has the lock, by the text of run.lock."""
+    """Whether this process has the lock, by the text in run.lock."""
+    # A process can't ask the kernel: flock tells only whether anybody has the lock.
     try:
         return files.read(LOCK).decode() == f"pid {os.getpid()} on {socket.gethostname()}\n"
     except (OSError, ValueError, StrangeFile):
@@ -201,15 +207,13 @@ def _is_own_lock(files: RunFiles) -> bool:
 
 
 def _has_run(names: list[str]) -> bool:
-    """Whether a folder with these files is a run folder.
-
-    A recipe.yaml alone may be a recipe file of the user.
-    """
+    """Whether a folder with these files is a run folder."""
+    # With just a recipe.yaml, the folder may be the user's own folder of recipes.
     return RECIPE in names and not {ENVIRONMENT, METRICS, STATUS}.isdisjoint(names)
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the run folders in a folder, which may be one itself."""
+    """Yields all run folders in a folder, or the folder itself."""
     for path, folders, names in os.walk(folder):
         if _has_run(names):
             folders.clear()  # a run folder has no runs in it
