@@ -1,4 +1,8 @@
-"""Summaries of runs for `fp8cfg runs`. Reads a folder in milliseconds, and loads no torch."""
+"""Summaries of runs for `fp8cfg runs`.
+
+A folder takes milliseconds, because users list a thousand runs: recipes are not composed again,
+losses are found by regular expressions, and torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ from fp8cfg.schema.safe_files import parse_yaml, plain_text
 from fp8cfg.studies.run_data import find_runs, open_run, read_state
 
 DAMAGED = "damaged"
-"""State of a folder that can't be read."""
+"""State of an unreadable folder."""
 WHOLE: dict[str, Any] = {
     "name": str,
     "data.name": str,
@@ -44,9 +48,11 @@ WHOLE: dict[str, Any] = {
     f"{PLUGIN}.backend": str,
     f"{PLUGIN}.compute": str,
 }
-"""Keys of a whole recipe, as runs write it, that a summary needs; with their types."""
+"""Keys of a complete recipe.yaml that a summary needs, with their types.
+
+A file without them is incomplete and has to be composed."""
 SPEED_ROWS = 20
-"""Number of rows at the end of metrics.jsonl that give the speed."""
+"""Number of last rows of metrics.jsonl for the speed: the current speed, not the average."""
 _LOSS = re.compile(rb'"loss": "?([-+.\w]+)')
 _VAL_LOSS = re.compile(rb'"val_loss": "?([-+.\w]+)')
 
@@ -58,18 +64,18 @@ class RunSummary:
     Attributes:
         folder: The run folder.
         state: "running", "done", "stopped", "diverged", "crashed" or "damaged".
-        message: How the run ended, or why its folder can't be read.
+        message: A line on the end of the run, or the error of an unreadable folder.
         recipe: Name of the recipe.
-        precision: Nearest precision preset. It ends in + if the recipe changes keys of it.
+        precision: Nearest precision preset, with a + if the recipe changes some of its keys.
         backend: Backend of the FP8 layers.
-        ranks: Number of ranks when the run began.
-        data: Name of the data, or the file.
+        ranks: Number of ranks at the start of the run.
+        data: Name of the data, or of its file.
         steps: Optimizer steps done.
         max_steps: Optimizer steps planned.
         loss: Last training loss.
         best_loss: Lowest training loss.
         val_loss: Last validation loss.
-        tokens_per_second: Median of the last steps, on all ranks together.
+        tokens_per_second: Median speed of the last steps, of all ranks together.
         updated: Time of the last write, in Unix seconds.
         size: Size of the folder in bytes, with checkpoints.
     """
@@ -92,7 +98,7 @@ class RunSummary:
     size: int = 0
 
     def as_data(self) -> dict[str, Any]:
-        """Returns plain data for JSON. Numbers that JSON doesn't have are strings: "NaN"."""
+        """Returns plain data for JSON. NaN and infinities are strings such as "NaN"."""
         values = asdict(self) | {"folder": str(self.folder)}
         return {name: metrics_file.writable(value) for name, value in values.items()}
 
@@ -103,7 +109,7 @@ class Condition:
 
     Attributes:
         key: "state", a group such as "precision", or a full key.
-        value: The value. Lists stay lists.
+        value: The value. Lists are lists, not tuples as in recipes.
     """
 
     key: str
@@ -114,12 +120,15 @@ def list_runs(folder: str | Path, where: Iterable[str] = ()) -> list[RunSummary]
     """Summarizes all runs in a folder, newest first.
 
     Args:
-        folder: Where to search. May be a run folder itself.
+        folder: Folder to search. May be a run folder itself.
         where: Conditions, such as "precision=bf16_fp8", "fp8.margin=1" or "state=running". Several
             conditions on one key are alternatives.
 
+    Returns:
+        The summaries. An unreadable folder is in the list too, with the state "damaged".
+
     Raises:
-        RunFolderError: There is no such folder.
+        RunFolderError: The folder does not exist.
         ConfigError: A condition has an unknown key or an invalid value.
     """
     conditions = _read_conditions(where)
@@ -132,12 +141,13 @@ def list_runs(folder: str | Path, where: Iterable[str] = ()) -> list[RunSummary]
 
 
 def summarize(folder: str | Path) -> RunSummary:
-    """Summarizes one run. A folder that can't be read has the state "damaged"."""
+    """Summarizes one run. An unreadable folder has the state "damaged"."""
     return _summarize(Path(folder))[0]
 
 
 def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
     """Returns the summary of a run, and the values of its recipe by full key."""
+    # Filled field by field: a damaged folder shows all fields up to the error.
     summary = RunSummary(folder, DAMAGED)
     values: dict[str, Any] = {}
     try:
@@ -148,14 +158,15 @@ def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
         return _with_metrics(summary, run), values
     except (Fp8cfgError, OSError) as error:
         message = str(error).partition("\n")[0]
-    # A row may be valid JSON with a text for a number.
+    # A row may be valid JSON with text in place of a number.
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         message = f"{folder}: cannot be read ({error})"
     return replace(summary, message=message), values
 
 
 def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]) -> RunSummary:
-    """Returns the summary with the fields that the recipe, the plan and the machine decide."""
+    """Returns the summary with the fields from recipe, coverage and environment."""
+    # The backend of the coverage is the chosen one. The recipe may have backend=auto.
     ranks = read_json(files, ENVIRONMENT).get("ranks")
     return replace(
         summary,
@@ -169,7 +180,7 @@ def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]
 
 
 def _with_metrics(summary: RunSummary, run: RunFolder) -> RunSummary:
-    """Returns the summary with the state and the metrics. Raises ConfigError or OSError."""
+    """Returns the summary with state and metrics. Raises ConfigError or OSError."""
     data = _read_metrics(run.files)
     last_rows = _last_rows(run, data)
     last = last_rows[-1] if last_rows else {}
@@ -193,29 +204,34 @@ def _with_metrics(summary: RunSummary, run: RunFolder) -> RunSummary:
 
 
 def recipe_values(run: RunFolder) -> dict[str, Any]:
-    """Returns the recipe of a run by full key, as YAML has it: without tuples.
-
-    A whole recipe, as runs write it, is not composed again: that takes longer than all the rest.
+    """Returns the values of a run's recipe by full key, with lists in place of tuples.
 
     Raises:
         ConfigError: recipe.yaml is not valid.
         RunFolderError: recipe.yaml can't be read.
     """
     path = run.recipe
+    # Runs write complete recipes. Composing one again would take longer than the rest of a summary.
     values = flat_data(parse_yaml(plain_text(run.files.read(RECIPE), path), str(path)))
     if not all(isinstance(values.get(key, ...), kind) for key, kind in WHOLE.items()):
         values = flat(run.read_recipe())
-    # A folder of an older version lacks newer keys.
+    # A folder of an older version has no newer keys.
     return {key: _as_list(value) for key, value in (_defaults() | values).items()}
 
 
 @cache
 def _defaults() -> dict[str, Any]:
+    """Returns the defaults of the schema by full key."""
     return flat(Recipe())
 
 
 def precision_name(values: Mapping[str, Any]) -> str:
-    """Returns the nearest precision preset, with a + if the recipe changes keys of it."""
+    """Returns the nearest precision preset, with a + if the recipe changes some of its keys.
+
+    Args:
+        values: Values of the recipe by full key.
+    """
+    # Presets have tuples, YAML has lists.
     comparable = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in values.items()
@@ -226,6 +242,7 @@ def precision_name(values: Mapping[str, Any]) -> str:
 
 
 def _as_list(value: Any) -> Any:
+    """Converts a tuple to a list, as YAML has it."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -234,7 +251,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _read_conditions(where: Iterable[str]) -> list[Condition]:
-    """Parses conditions. Raises ConfigError with a line for each wrong one."""
+    """Parses conditions. Raises ConfigError with a line for each invalid condition."""
     conditions = []
     problems: list[str] = []
     for text in where:
@@ -247,13 +264,14 @@ def _read_conditions(where: Iterable[str]) -> list[Condition]:
 
 
 def _parse_condition(text: str) -> list[Condition]:
-    """Parses one condition. A mapping such as fp8={margin: 1} has several."""
+    """Parses one condition. A mapping such as fp8={margin: 1} is one condition per key."""
     key, _, value = text.partition("=")
     if key == "state":
         states = [*STATES, DAMAGED]
         if value not in states:
             raise ConfigError(f"state={value}: no such state{suggest(value, states)}")
         return [Condition(key, value)]
+    # As an override of the command line: keys are checked and values get their types.
     override = parse_argument(text, Library())
     if override.group:
         return [Condition(override.group, override.name)]
@@ -263,7 +281,7 @@ def _parse_condition(text: str) -> list[Condition]:
 def _matches(
     conditions: Iterable[Condition], summary: RunSummary, values: Mapping[str, Any]
 ) -> bool:
-    """Whether a run meets one condition of each key."""
+    """Whether a run meets at least one condition of each key."""
     met: dict[str, bool] = {}
     for condition in conditions:
         is_met = _is_met(condition, summary, values)
@@ -272,10 +290,11 @@ def _matches(
 
 
 def _is_met(condition: Condition, summary: RunSummary, values: Mapping[str, Any]) -> bool:
-    """Whether a run meets a condition. A folder without a valid recipe has a state only."""
+    """Whether a run meets a condition."""
     key, value = condition.key, condition.value
     if key == "state":
         return bool(summary.state == value)
+    # Without a valid recipe, a folder has nothing but a state.
     if not values:
         return False
     if key == "recipe":
@@ -286,14 +305,14 @@ def _is_met(condition: Condition, summary: RunSummary, values: Mapping[str, Any]
         return bool(values["data.name"] == value)
     if key == "task":
         return bool(_task(values) == value)
-    # The recipe may leave the choice to fp8cfg.
+    # Both the chosen backend and the recipe's value, such as auto, meet the condition.
     if key == f"{PLUGIN}.backend" and summary.backend == value:
         return True
     return bool(values.get(key) == value)
 
 
 def _task(values: Mapping[str, Any]) -> str:
-    """Returns the task of a recipe, see `Recipe.task`."""
+    """Returns the task of a recipe by its flat values. See `Recipe.task`."""
     if values["lora.enabled"]:
         return "lora"
     return "sft" if values["data.name"] == "chat" else "pretrain"
@@ -304,7 +323,7 @@ def _task(values: Mapping[str, Any]) -> str:
 
 
 def _read_metrics(files: RunFiles) -> bytes:
-    """Returns the complete lines of metrics.jsonl. Empty without the file."""
+    """Returns the complete lines of metrics.jsonl, empty without the file."""
     try:
         with files.open(METRICS) as file:
             data = file.read()
@@ -317,7 +336,8 @@ def _last_rows(run: RunFolder, data: bytes) -> list[dict[str, Any]]:
     """Returns the last rows of steps. Raises ConfigError if one of them is damaged."""
     rows = []
     path = run.metrics
-    # The last one is empty: data end with a line break.
+    # Twice as many lines as rows, because rows of evaluations lie between. Data end with a line
+    # break, so the last item of the split is empty.
     *lines, _ = data.rsplit(b"\n", 2 * SPEED_ROWS)[-2 * SPEED_ROWS :]
     first = data.count(b"\n") - len(lines) + 1
     for number, line in enumerate(lines, first):
@@ -331,29 +351,36 @@ def _last_rows(run: RunFolder, data: bytes) -> list[dict[str, Any]]:
 
 
 def _values(pattern: re.Pattern[bytes], data: bytes) -> list[float]:
-    """Returns all values of a metric, without parsing each line as JSON."""
+    """Returns all values of a metric."""
+    # Parsing each line as JSON takes many times longer.
     return list(map(float, pattern.findall(data)))
 
 
 def median_speed(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Returns the median of tokens per second. The first step warms up and does not count."""
+    """Returns the median of tokens per second without the first row. None without a speed.
+
+    Args:
+        rows: Rows of metrics.jsonl.
+    """
+    # The first step compiles and warms up.
     speeds = []
     for row in rows:
         if "tokens_per_second" in row:
             speeds.append(row["tokens_per_second"])
         elif "seconds" in row:  # of an older version
+            # "tokens" counts from the start of the run.
             speeds.append(row["tokens"] / row["step"] / row["seconds"])
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def _backend(files: RunFiles) -> str:
-    """Returns the backend that ran, or "" before the first step."""
+    """Returns the backend of the first step, or "" before it."""
     choice = read_json(files, COVERAGE).get("backend")
     return str(choice.get("backend", "")) if isinstance(choice, dict) else ""
 
 
 def read_json(files: RunFiles, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, empty if it can't be read."""
+    """Reads the JSON object in a file. Returns {} if it is missing or damaged."""
     try:
         data = json.loads(files.read(name))
     except (OSError, ValueError, RecursionError, StrangeFile):
@@ -362,7 +389,8 @@ def read_json(files: RunFiles, name: str) -> dict[str, Any]:
 
 
 def _last_write(files: RunFiles) -> float:
-    """Returns when the run wrote last, in Unix seconds."""
+    """Returns the time of the last write of a run, in Unix seconds."""
+    # Not the time of the folder: it does not change with a file in it.
     times = [0.0]
     for name in (METRICS, STATUS, RECIPE):
         try:
@@ -373,7 +401,7 @@ def _last_write(files: RunFiles) -> float:
 
 
 def folder_size(folder: Path) -> int:
-    """Returns the size of all files in a folder, in bytes."""
+    """Returns the size of all files in a folder in bytes. Does not follow links."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

@@ -15,28 +15,30 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
 
 DEFAULT = Source.DEFAULT.value
+"""Text for a default of the schema."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
 
 
 def value_sources(recipe: Recipe, command: Any) -> dict[str, str]:
     """Returns the source of each value of a run's recipe.
 
-    The run folder has the command of the run, but no sources. So the command is composed once more,
-    with the recipe files and presets of today. A source counts only if it gives the same value.
+    The run folder has the command of the run, but no sources. So the command is composed again with
+    the present recipe files and presets. A source only counts if it has the same value.
 
     Args:
         recipe: The recipe of the run.
-        command: The `command` of its environment.json.
+        command: The `command` of its environment.json, unchecked.
 
     Returns:
-        A text by full key, such as "command line: fp8.margin=1". "recipe.yaml" if the source is not
-        known.
+        A text by full key, such as "command line: fp8.margin=1". "recipe.yaml" for an unknown
+        source.
     """
     settled = _composed_again(command)
     sources = {}
     for key, value in flat(recipe).items():
         sources[key] = DEFAULT if value == defaults()[key] else "recipe.yaml"
         if settled is not None:
+            # The last layer decides the value.
             layer = key_history(settled.folded, key)[-1]
             if layer.values[key] == value:
                 sources[key] = source_text(layer, key)
@@ -44,7 +46,8 @@ def value_sources(recipe: Recipe, command: Any) -> dict[str, str]:
 
 
 def _composed_again(command: Any) -> ResolvedRecipe | None:
-    """Composes the recipe of a command. None if it isn't a command that trains a recipe."""
+    """Composes the recipe of a command. None if the command does not train a recipe."""
+    # environment.json may be edited by hand or come from another version.
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         return None
     if not command or not _is_fp8cfg(Path(command[0])):
@@ -52,6 +55,7 @@ def _composed_again(command: Any) -> ResolvedRecipe | None:
     words, file, folder = _split(command[1:])
     if words is None:
         return None
+    # The recipe file may be gone, or invalid in this version.
     try:
         return composed(words, Library(folder), file)
     except (ConfigError, OSError):
@@ -59,14 +63,20 @@ def _composed_again(command: Any) -> ResolvedRecipe | None:
 
 
 def _is_fp8cfg(program: Path) -> bool:
-    """Whether a program is fp8cfg. `python -m fp8cfg` has the path of __main__.py."""
+    """Whether a program is fp8cfg."""
+    # The program of `python -m fp8cfg` is the path of __main__.py.
     return program.stem == "fp8cfg" or program.parts[-2:] == ("fp8cfg", "__main__.py")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str] | None, Path | None, Path | None]:
-    """Splits arguments into overrides, recipe file and folder of --config-dir.
+    """Splits the arguments of a command that trains.
 
-    The overrides are None for another verb than train, or for other options.
+    Args:
+        arguments: The arguments after the program.
+
+    Returns:
+        Overrides, recipe file and folder of --config-dir. The overrides are None for verbs other
+        than train and for other options: they may change the recipe in ways unknown here.
     """
     words: list[str] = []
     files: list[Path] = []
@@ -91,12 +101,12 @@ def _split(arguments: Sequence[str]) -> tuple[list[str] | None, Path | None, Pat
 
 
 def is_default(source: str) -> bool:
-    """Whether a source of `value_sources` is the default of the schema."""
+    """Whether a text of `value_sources` is the default of the schema."""
     return source == DEFAULT
 
 
 def differing(recipes: Sequence[Recipe]) -> Mapping[str, list[Any]]:
-    """Returns the full keys whose values differ between recipes, with the value of each recipe."""
+    """Returns the full keys with different values, with the value of each recipe."""
     values = [flat(recipe) for recipe in recipes]
     found = {}
     for key in values[0]:

@@ -1,4 +1,4 @@
-"""Follows a run from its folder: the display of training, in another process. Reads only."""
+"""Follows a run from its folder: the display of training in another process. Writes nothing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fp8cfg.studies.run_data import RunData, find_runs, open_run, read_run, read
 from fp8cfg.training.progress import Peak, Progress, Row, peak_speed
 
 INTERVAL = 1.0
-"""Seconds between looks at the folder."""
+"""Seconds between two reads of the folder."""
 QUIET_SECONDS = 60.0
-"""Least time without a step that is reported."""
+"""Least seconds without a step before a warning."""
 
 
 def watch(
@@ -38,21 +38,22 @@ def watch(
     """Shows a run until it ends. Returns at once for a finished run.
 
     Args:
-        folder: Run folder, or a folder of runs: then its newest run.
-        wait: Whether to wait for a run that has not started yet.
-        as_json: Whether to print steps as JSON instead.
+        folder: Run folder, or a folder of runs. The newest run is shown.
+        wait: Whether to wait for a later start of the run.
+        as_json: Whether to print steps as JSON.
         say: Prints a message.
-        sleep: Waits between looks at the folder. For tests.
+        sleep: Waits between two reads of the folder. For tests.
 
     Returns:
         The run at its end.
 
     Raises:
-        RunFolderError: There is no run, or its metrics are damaged.
+        RunFolderError: The folder has no run, or its metrics are damaged.
     """
     run = _find(Path(folder), wait, say, sleep)
     recipe = run.read_recipe()
     say(_head(run, recipe))
+    # The display of the run itself may be off, for example in a batch job.
     recipe.log.progress = "json" if as_json else "auto"
     recipe.log.level = "info"
     tail = MetricsTail(run.files)
@@ -60,7 +61,7 @@ def watch(
     with Progress(recipe, say, peak=_peak(run.files, recipe)) as progress:
         progress.replay(tail.new_rows())
         while True:
-            # The state first: rows written before the end are read after it.
+            # The state first, then the rows. In the other order the last rows could be missed.
             is_running = read_state(run.files, {}, 0)[0] == "running"
             for row in tail.new_rows():
                 _show(progress, row, say)
@@ -74,7 +75,11 @@ def watch(
 
 
 class MetricsTail:
-    """Reads new rows of a growing metrics.jsonl."""
+    """Reads new rows of a growing metrics.jsonl.
+
+    Attributes:
+        last_row: The newest row, {} before the first one.
+    """
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
@@ -83,11 +88,12 @@ class MetricsTail:
         self.last_row: Row = {}
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Returns the complete rows since the last call. Empty without a file.
+        """Returns the complete rows since the last call, empty without a file.
 
         Raises:
-            RunFolderError: A row is damaged.
+            RunFolderError: A row is damaged, or the file cannot be read.
         """
+        # Opened in each call, because a resume replaces the file. Another inode shows it.
         try:
             file = self._files.open(METRICS)
         except FileNotFoundError:
@@ -101,6 +107,7 @@ class MetricsTail:
                 self._inode, self._position = inode, 0
             file.seek(self._position)
             text = file.read()
+        # The run may be in the middle of a row. The next call reads it again.
         complete = text[: text.rfind(b"\n") + 1]
         self._position += len(complete)
         place = str(self._files.path / METRICS)
@@ -113,7 +120,7 @@ class MetricsTail:
         seen = self.last_row["step"] if self.last_row else 0
         self.last_row = rows[-1]
         if is_replaced:
-            # A resumed run has copied the file, without the steps to repeat.
+            # A resume copies the file without the steps to repeat. Rows up to `seen` were shown.
             return [row for row in rows if row["step"] > seen]
         return rows
 
@@ -140,7 +147,11 @@ def summary(data: RunData) -> str:
 
 
 def _find(path: Path, wait: bool, say: Say, sleep: Callable[[float], None]) -> RunFolder:
-    """Opens the run in `path`, or the newest one below."""
+    """Opens the run in a folder, or its newest run. Waits for one with `wait`.
+
+    Raises:
+        RunFolderError: The folder has no run.
+    """
     has_said = False
     while True:
         try:
@@ -149,6 +160,7 @@ def _find(path: Path, wait: bool, say: Say, sleep: Callable[[float], None]) -> R
             runs = find_runs(path) if path.is_dir() else []
             if runs:
                 return open_run(max(runs, key=_last_change))
+            # A file never becomes a run folder, so waiting is useless.
             if path.is_file():
                 raise
             if not wait:
@@ -160,7 +172,7 @@ def _find(path: Path, wait: bool, say: Say, sleep: Callable[[float], None]) -> R
 
 
 def _last_change(run: Path) -> float:
-    """The time of the newest row, or of the recipe before the first row."""
+    """Returns the time of the newest row, or of the recipe before the first row."""
     path = run / METRICS
     return (path if path.exists() else run / RECIPE).stat().st_mtime
 
@@ -175,7 +187,7 @@ def _show(progress: Progress, row: Row, say: Say) -> None:
 
 
 def _head(run: RunFolder, recipe: Recipe) -> str:
-    """The header: run folder, recipe and precision."""
+    """Returns the header: run folder, recipe and precision."""
     fp8 = f" with {title(recipe.fp8.scaling)}" if recipe.fp8.enabled else ""
     text = f"{recipe.name}, {recipe.precision.compute}{fp8}, {recipe.trainer.max_steps} steps"
     lines = [labeled("run folder", printable(str(run.path))), labeled("recipe", text)]
@@ -183,7 +195,7 @@ def _head(run: RunFolder, recipe: Recipe) -> str:
 
 
 def _peak(files: RunFiles, recipe: Recipe) -> Peak | None:
-    """The peak speed of the ranks, by environment.json."""
+    """Returns the peak speed of the ranks recorded in environment.json. None if unknown."""
     try:
         environment = json.loads(files.read(ENVIRONMENT))
         gpus, ranks = environment["gpus"], environment["ranks"]
@@ -194,7 +206,7 @@ def _peak(files: RunFiles, recipe: Recipe) -> Peak | None:
 
 
 class _QuietWarning:
-    """Warns once if a running run makes no step for long."""
+    """Warns about a long time without a step, once for each pause."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -202,9 +214,11 @@ class _QuietWarning:
 
     def check(self, row: Row) -> None:
         """Checks the age of the last row."""
+        # The step number is the mark of a pause: after the next step, a warning is possible again.
         if "time" not in row or row["step"] == self._warned_step:
             return
         age = time.time() - row["time"]
+        # Ten steps long, so that slow models don't trigger it.
         if age > max(QUIET_SECONDS, 10 * row.get("seconds", 0.0)):
             self._warned_step = row["step"]
             self._say(f"warning: no step for {age:.0f} s since step {row['step']}")
