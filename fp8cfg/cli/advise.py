@@ -1,4 +1,4 @@
-"""`advise`: which precision a model can train in, and which layers must stay out of it."""
+"""`advise`: advises a precision for a model, and the layers to keep out of FP8."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ def run(argv: list[str]) -> int:
         gpu = arguments.one("--gpu")
         if gpu is not None:
             find_gpu(gpu)
+        # Before training, although the file is written at the end.
         output = arguments.one("--output")
         if output is not None and os.path.lexists(output):
             raise ConfigError(f"--output {output}: exists already; remove it or write to another")
     except ConfigError as error:
+        # One message with all problems of the command line.
         raise ConfigError(error.problems + wrong_words(arguments)) from None
     folder = arguments.one("--config-dir")
     recipe = composed(arguments.words, folder, file)
@@ -63,6 +65,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.planning.hardware import find_hardware
     from fp8cfg.studies import advice
 
+    # All ranks train, as under torchrun. Only the first one prints.
     with world(find_hardware(recipe.trainer.accelerator).device, recipe.trainer) as ranks:
         result = advice.advise(
             recipe,
@@ -87,10 +90,11 @@ def run(argv: list[str]) -> int:
 
 
 def _count(arguments: Arguments, option: str) -> int | None:
-    """Returns the number of an option, None if it is not given."""
+    """Returns the number of steps in an option, None without the option."""
     text = arguments.one(option)
     if text is None:
         return None
+    # The length first: int() rejects texts of more than 4300 digits with an error of its own.
     if not text.isdecimal() or len(text) > 7 or int(text) < 1:
         raise ConfigError(f"{option} {text[:40]}: expected a number of steps, 1 to 9999999")
     return int(text)

@@ -1,4 +1,4 @@
-"""`compare`: compares the losses, speed, memory and keys of runs."""
+"""`compare`: compares losses, speed, memory and keys of runs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def run(argv: list[str]) -> int:
     folders = arguments.plain
     if len(folders) < 2:
         raise ConfigError("compare: needs two run folders, as in: fp8cfg compare runs/A runs/B")
+    # Two names of one folder would compare a run with itself.
     seen: dict[Path, str] = {}
     for folder in folders:
         place = Path(folder).resolve()

@@ -1,4 +1,4 @@
-"""`init`: writes a commented recipe file to start from."""
+"""`init`: writes a commented recipe file as a starting point."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def run(argv: list[str]) -> int:
     path = _to_path(arguments.plain[0])
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; choose another name")
+    # lexists: a broken link would be replaced too.
     if os.path.lexists(path) and "--force" not in arguments.flags:
         raise ConfigError(f"{path}: exists already; choose another name, or add --force")
     result = settled(arguments.words, arguments.one("--config-dir"))
@@ -62,7 +63,8 @@ def run(argv: list[str]) -> int:
 
 
 def _to_path(name: str) -> Path:
-    """Returns the path of the file. Raises ConfigError for a name that can't be one."""
+    """Returns the path of the file. Raises ConfigError for an unusable name."""
+    # "-" is standard output in other tools, and a shell can't show unprintable names.
     if not name.strip() or name == "-" or not name.isprintable():
         raise ConfigError(f"init {name!r}: not a name of a file; as in: fp8cfg init mine")
     if name.endswith(".json"):
@@ -71,8 +73,8 @@ def _to_path(name: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the file, and the folders above it. Raises NotWritable."""
-    # Under a new name first, so that a replaced file is whole at any time.
+    """Writes the file and its parent folders. Raises NotWritable."""
+    # Under a new name first: after an interrupt, an existing file is old or new but never cut.
     new = path.with_name(f".{path.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -79,8 +79,9 @@ OPTIONS = (
     "--config-dir",
 )
 DEFAULT_BASELINE = "bf16"
+"""Baseline of a single precision."""
 FP8_KEYS = ("trainer.plugins.fp8", "trainer.plugins.backend")
-"""Full names of keys and nodes that precisions without FP8 reject."""
+"""Full names of keys and nodes. Precisions without FP8 reject them."""
 
 
 def run(argv: list[str]) -> int:
@@ -96,6 +97,7 @@ def run(argv: list[str]) -> int:
     if launch_run.is_launched():
         raise ConfigError("parity: starts the ranks of its runs itself; start it without torchrun")
     output = arguments.one("--output")
+    # Before training, although the page is written at the end.
     if output:
         parity_page.check_output(Path(output), "--output ")
 
@@ -120,7 +122,8 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _json_only() -> Iterator[None]:
-    """Sends standard output to standard error, also that of processes, before JSON is printed."""
+    """Context in which all output goes to standard error, also the output of child processes."""
+    # redirect_stdout only changes sys.stdout. Ranks and C libraries write to file descriptor 1.
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -133,7 +136,7 @@ def _json_only() -> Iterator[None]:
 
 
 def _tolerance(arguments: Arguments) -> float:
-    """Returns the value of --tolerance. Raises ConfigError if it is not a number of at least 0."""
+    """Returns the value of --tolerance. Raises ConfigError for negative and non-finite values."""
     text = arguments.one("--tolerance")
     if text is None:
         return 0.01
@@ -147,7 +150,7 @@ def _tolerance(arguments: Arguments) -> float:
 
 
 def _train(study: parity_runs.Study, arguments: Arguments) -> None:
-    """Trains the runs of a study that are not finished."""
+    """Trains the unfinished runs of a study, through a launcher of Hydra if one is named."""
     hydra_words = [word for word in arguments.words if is_hydra(word)]
     if hydra_words:
         from fp8cfg.cli import parity_launcher  # Hydra is slow to load
@@ -160,12 +163,13 @@ def _train(study: parity_runs.Study, arguments: Arguments) -> None:
             f"trainer.num_nodes={recipe.trainer.num_nodes}: parity starts runs on one machine; for"
             " more, call fp8cfg.parity in Python with executor=fp8cfg.SlurmExecutor()"
         )
+    # Not with a launcher, whose jobs may run on other machines.
     parity_runs.check_runs(study)
     parity_runs.train_runs(study, _trainer(recipe), messages.say)
 
 
 def _trainer(recipe: Recipe) -> parity_runs.TrainRun:
-    """Returns what trains a run: this process, or one process for each of several GPUs."""
+    """Returns a function to train a run: in this process, or in a process for each GPU."""
     if launch_run.count_ranks(recipe, count_gpus()) > 1:
         return parity_runs.with_executor(LocalExecutor())
     return parity_runs.fit_here
@@ -178,7 +182,20 @@ def _trainer(recipe: Recipe) -> parity_runs.TrainRun:
 def _recipes(
     arguments: Arguments, file: Path | None, folders: Sequence[str], steps: int | None
 ) -> dict[str, Recipe]:
-    """Composes the recipe of each precision. Raises ConfigError with all problems."""
+    """Composes the recipe of each precision.
+
+    Args:
+        arguments: The command line.
+        file: The recipe file, if any.
+        folders: Run folders of --against.
+        steps: Value of --steps, if any.
+
+    Returns:
+        The recipes by precision, the baseline first. With --against there is no baseline.
+
+    Raises:
+        ConfigError: A line for each problem of all recipes.
+    """
     words = [word for word in arguments.words if not is_hydra(word)]
     precisions, words = _precisions(words, has_baseline=bool(folders))
     if steps is not None:
@@ -188,6 +205,7 @@ def _recipes(
     config_dir = arguments.one("--config-dir")
     has_recipe = file is not None or any(word.startswith("recipe=") for word in words)
     base = None
+    # Without a recipe, all precisions have the recipe of the given baseline.
     if folders and not has_recipe:
         base = _recipe_of_run(folders[0], config_dir)
 
@@ -198,6 +216,8 @@ def _recipes(
     common = [word for word in words if word not in fp8_words]
     for text in precisions:
         chosen = precision_words(text)
+        # First without the FP8 overrides: a precision without FP8 would reject them. The words of
+        # the precision come last, so they win.
         found = settled([*common, *chosen], config_dir, file, base)
         if fp8_words and found.recipe.fp8.enabled:
             found = settled([*common, *fp8_words, *chosen], config_dir, file, base)
@@ -208,6 +228,7 @@ def _recipes(
         notes |= dict.fromkeys(found.notes)
         recipes[text] = found.recipe
     refuse_if(for_precisions(problems, len(precisions)))
+    # The recipe's own precision is the default baseline, so there is nothing to compare.
     if precisions == [DEFAULT_BASELINE, OWN] and same_results(*recipes.values()):
         raise ConfigError(
             "parity: needs precisions to compare, as in precision=bf16,bf16_fp8,bf16_mxfp8"
@@ -217,7 +238,7 @@ def _recipes(
 
 
 def _recipe_of_run(folder: str, config_dir: str | None) -> Recipe:
-    """Reads the recipe of a run, without its folder."""
+    """Reads the recipe of a run as the base of other runs, without its folder."""
     recipe = RunFolder.open(folder, lock=False).read_recipe(config_dir)
     recipe.log.folder = None
     recipe.log.resume = "never"
@@ -225,19 +246,22 @@ def _recipe_of_run(folder: str, config_dir: str | None) -> Recipe:
 
 
 def _key(word: str) -> str:
-    """Returns the full name of the key that a word sets."""
+    """Returns the full name of the key of an override."""
     return full(parsed(word)[0])
 
 
 def _precisions(words: Sequence[str], has_baseline: bool) -> tuple[list[str], list[str]]:
-    """Splits off the precisions.
+    """Separates the list of precisions from other overrides.
 
     Args:
         words: Overrides of the command line.
-        has_baseline: Whether --against has the baseline. Then all precisions are compared with it.
+        has_baseline: Whether --against has the baseline. Then no baseline is added.
 
     Returns:
-        The precisions, the baseline first, and the other words.
+        The precisions, with the baseline first unless `has_baseline`, and the other overrides.
+
+    Raises:
+        ConfigError: A precision or the whole list is given twice.
     """
     values = [word.removeprefix("precision=") for word in words if word.startswith("precision=")]
     rest = [word for word in words if not word.startswith("precision=")]

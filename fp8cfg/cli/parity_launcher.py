@@ -1,7 +1,7 @@
 """Training of a parity study through a launcher of Hydra, such as joblib or submitit_slurm.
 
-A sweep over one number, the index of a run, gives each run to a job. The jobs call the same function
-as runs in this process, so that they reuse and resume run folders too.
+Hydra sweeps over one number, the index of a run, so each job trains one run. Jobs call the same
+function as training in this process. So they reuse and resume run folders too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from fp8cfg.studies.parity_runs import PlannedRun, Study
 
 ALLOWED = ("hydra/launcher=", "hydra.launcher.")
-"""Settings of Hydra that hold for a study."""
+"""Prefixes of the supported Hydra settings."""
 
 
 def train_runs(study: Study, hydra_words: Sequence[str], say: Say) -> None:
-    """Trains all runs of a study that are not finished, through Hydra's launcher.
+    """Trains all unfinished runs of a study through Hydra's launcher.
 
     Args:
         study: The study.
@@ -61,8 +61,10 @@ def train_runs(study: Study, hydra_words: Sequence[str], say: Say) -> None:
     say(f"{len(study.runs)} runs in {printable(str(study.folder))}, {reused} of them reused")
     if not missing:
         return
-    # Hydra needs a complete config, of any recipe. A job reads nothing but the number in it.
+    # Hydra needs a complete config, of any recipe. A job only reads its number and trains a recipe
+    # of `missing`, which is pickled with the task function.
     plan = read([], Library(None))
+    # Hydra's own files: logs of the launcher, and no config of each job.
     folder = quoted(str((study.folder / "launcher").absolute()))
     overrides = [
         *plan.overrides,
@@ -79,8 +81,9 @@ def train_runs(study: Study, hydra_words: Sequence[str], say: Say) -> None:
             hydra.multirun(NAME, functools.partial(_job, missing), overrides)
         except (Fp8cfgError, KeyboardInterrupt):
             raise
-        except Exception as error:  # of any launcher: a queue that is not there, a lost job
+        except Exception as error:  # from any launcher: a missing queue, a lost job
             raise _launcher_error(error) from error
+    # Jobs report their errors and don't raise them, so the run folders tell the result.
     failed = [run for run in missing if not is_finished(run)]
     if failed:
         raise SweepError(
@@ -90,7 +93,17 @@ def train_runs(study: Study, hydra_words: Sequence[str], say: Say) -> None:
 
 
 def _job(missing: Sequence[PlannedRun], config: DictConfig) -> None:
-    """Trains one run, in a process of the launcher. Prints its errors instead of raising them."""
+    """Trains one run in a process of the launcher.
+
+    Prints errors instead of raising them: some launchers stop all jobs after an exception.
+
+    Args:
+        missing: The unfinished runs.
+        config: The job's config. Hydra passes it, and it has nothing to read.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped the run. The launcher must end too.
+    """
     from fp8cfg.checkpoint.saver import Diverged
     from fp8cfg.studies.parity_runs import fit_here
 
@@ -103,6 +116,7 @@ def _job(missing: Sequence[PlannedRun], config: DictConfig) -> None:
         messages.say(f"{title}: diverged: {printable(str(error))}")
     except Fp8cfgError as error:
         messages.say_on_stderr(f"error: {title}: {printable(str(error))}")
+        # A signal to this job stops the study. Other errors let the next runs continue.
         if error.exit_code == REQUEUE:
             raise KeyboardInterrupt from None
     except Exception:  # a bug, or no memory: the other runs continue
@@ -111,8 +125,9 @@ def _job(missing: Sequence[PlannedRun], config: DictConfig) -> None:
 
 
 def _launcher_error(error: Exception) -> Exception:
-    """Returns the error if it has a message for the user, otherwise one with its first line."""
+    """Returns a launcher's error with a message for the user."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return error  # `application` makes one line of it
+        return error  # `application` shortens it to one line
+    # Errors of joblib and submitit have whole tracebacks of other processes.
     first = (str(error).strip().splitlines() or ["no reason given"])[0]
     return SweepError(f"the launcher failed: {type(error).__name__}: {first}")

@@ -38,6 +38,7 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--output", "--reference"))
     if arguments.words:
         raise ConfigError(f"{arguments.words[0]}: report takes run folders, no keys")
+    # After the checks of the arguments: numpy and the planner take a moment to import.
     from fp8cfg.studies.report import write_report
 
     output = arguments.one("--output") or DEFAULT_OUTPUT

@@ -38,16 +38,17 @@ Options:
   --json                 print JSON, with the message of each run
 """
 DEFAULT_FOLDER = "runs"
+"""Default of log.dir, relative to the working directory."""
 
 
 class Column(NamedTuple):
     """A column of the table.
 
     Attributes:
-        title: Its header.
+        title: Header of the column.
         cell: Returns the text for a run.
-        rank: Columns with a low rank are kept on a narrow terminal.
-        is_number: Whether it is aligned to the right.
+        rank: Priority on a narrow terminal, 0 first.
+        is_number: Whether to align the column to the right.
     """
 
     title: str
@@ -84,6 +85,7 @@ STYLES = {
 
 def run(argv: list[str]) -> int:
     """Lists the runs in the folder of `argv`. Returns the exit code."""
+    # Further words after --where KEY=VALUE are conditions too: --where a=1 b=2.
     arguments = split(argv, ("--where",), ("--json",))
     if len(arguments.plain) > 1:
         raise ConfigError(f"runs: takes one folder, got {', '.join(arguments.plain)}")
@@ -108,19 +110,24 @@ def run(argv: list[str]) -> int:
 
 
 def print_table(runs: list[RunSummary]) -> None:
-    """Prints a table of runs, the problems of damaged folders, and how many runs there are."""
+    """Prints a table of runs, the errors of damaged folders, and the number of runs.
+
+    Args:
+        runs: The summaries, at least one.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    # A table of rich takes seconds for a thousand rows, and shortens cells that don't fit.
+    # Not rich's Table: it takes seconds for a thousand rows, and shortens cells without room.
     console = Console(highlight=False)
     titles = [column.title for column in COLUMNS]
     rows = [[column.cell(run) for column in COLUMNS] for run in runs]
     widths = [max(len(row[index]) for row in [titles, *rows]) for index in range(len(COLUMNS))]
-    # A pipe has no width: its reader gets everything.
+    # A pipe has no width, so scripts get all columns.
     shown = _fitting(widths, console.width) if console.is_terminal else range(len(COLUMNS))
 
     def print_row(cells: list[str], style: str, styled_title: str = "") -> None:
+        """Prints a line. The style holds for the column `styled_title`, or for all columns."""
         line = Text()
         for index in shown:
             column, width = COLUMNS[index], widths[index]
@@ -137,13 +144,16 @@ def print_table(runs: list[RunSummary]) -> None:
     counts = Counter(run.state for run in runs)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     print(f"\n{len(runs)} run{'s' * (len(runs) != 1)}: {states}")
+    # Messages of damaged folders explain what to fix. Others are only shown for a single run.
     for run in runs:
         if run.message and (run.state == "damaged" or len(runs) == 1):
             print(printable(run.message))
 
 
 def _fitting(widths: list[int], room: int) -> list[int]:
-    """Returns the indices of the columns that fit on the terminal, by their ranks."""
+    """Returns the indices of the columns for a terminal of `room` characters."""
+    # A column without room is skipped, and a narrower one of lower priority may still fit. The most
+    # important column is always shown.
     shown: list[int] = []
     for index in sorted(range(len(widths)), key=lambda index: COLUMNS[index].rank):
         if not shown or sum(widths[other] + 2 for other in shown) + widths[index] <= room:
@@ -152,16 +162,19 @@ def _fitting(widths: list[int], room: int) -> list[int]:
 
 
 def _text(value: float | None, form: str) -> str:
+    """Formats a number, "" without one."""
     return "" if value is None else format(value, form)
 
 
 def _steps(run: RunSummary) -> str:
+    """Formats done and planned steps."""
     return "" if run.steps is None else f"{run.steps}/{run.max_steps}"
 
 
 def _age(seconds: float) -> str:
-    """Formats a duration by its largest unit: 45s, 12m, 3h, 5d."""
+    """Formats a duration in its largest unit: 45s, 12m, 3h, 5d."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
+    # Below 0 if the clock of another machine is ahead.
     return f"{max(seconds, 0):.0f}s"

@@ -39,7 +39,9 @@ def run(argv: list[str]) -> int:
     if len(arguments.plain) != 1 or arguments.words:
         raise ConfigError("watch: needs one run folder, as in: fp8cfg watch runs/NAME")
     as_json = "--json" in arguments.flags
+    # With --json, standard output has JSON only.
     say = messages.say_on_stderr if as_json else messages.say
+    # Ctrl-C is the usual way to stop watching, so it is no error.
     with suppress(KeyboardInterrupt):
         watch(arguments.plain[0], "--wait" in arguments.flags, as_json, say)
     return 0
