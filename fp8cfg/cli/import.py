@@ -98,7 +98,7 @@ def run(argv: list[str]) -> int:
     _say("warning", found.unknown)
     choices = shipped_choices(base.layers)
     named = {"recipe": choices["recipe"]} if "recipe" in choices else {}
-    # The source has a model of its own, so the default recipe's name would be wrong.
+    # The source sets another model, so the default recipe's name would be wrong.
     if not chosen and found.recipe.model.hidden_size != base.recipe.model.hidden_size:
         remarks += _name_shape(found.recipe, base.recipe)
         name = found.recipe.name

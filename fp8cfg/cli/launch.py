@@ -1,4 +1,4 @@
-"""`launch`: hands a recipe to an executor of `fp8cfg.run`, ranks of this machine or a Slurm job."""
+"""`launch`: trains a recipe through an executor: torchrun on this machine, or a Slurm job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Train the recipe of `argv` through the executor that it names. Returns the exit code."""
+    """Trains the recipe through an executor and returns the exit code."""
     arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait", VERBOSE))
     add_verbose(arguments)
     file = recipe_file(arguments.plain, WORDS)
@@ -56,8 +56,9 @@ def run(argv: list[str]) -> int:
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
         found = settled(words, arguments.one("--config-dir"), file)
-        if ranks is None or found.recipe.trainer.smoke:  # which is cut to its ranks
+        if ranks is None or found.recipe.trainer.smoke:  # a smoke run adapts to its ranks
             return found
+        # --local also sets trainer.devices, so that the layout is checked for these ranks.
         return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
 
     found = settle(arguments.words)
@@ -80,7 +81,7 @@ def run(argv: list[str]) -> int:
 
 
 def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
-    """A line where `words` name another number of processes than --local; a smoke run is cut to any."""
+    """Returns an error if an override contradicts --local. Smoke runs adapt to any number."""
     typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)
     if ranks is None or recipe.trainer.smoke or typed == ranks:
         return []
@@ -91,7 +92,8 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
 
 
 def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
-    """A line where this machine has fewer GPUs than `ranks` that are to be started on them."""
+    """Returns an error if this machine has fewer GPUs than ranks."""
+    # Without any GPU, accelerator=auto runs on the CPU, which takes any number of ranks.
     if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.count_gpus()) < ranks:
         return [
             f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
@@ -101,8 +103,10 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
 
 
 def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine | None) -> list[str]:
-    """A line if `ranks` of this machine alone are to be started of a `recipe` for several machines;
-    with one that runs here, made by `whole_line`, if nothing else is wrong."""
+    """Returns an error if the recipe needs several machines, with --local.
+
+    If nothing else is wrong, `whole_line` adds a command that runs here.
+    """
     t = recipe.trainer
     if ranks is None or t.num_nodes == 1 or t.smoke:
         return []
@@ -117,8 +121,11 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine |
 
 
 def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
-    """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
-    line that runs here. Each rank refuses what is not free on its own GPU."""
+    """Raises ConfigError if the layout or the memory of this machine does not suffice.
+
+    The error has a command that runs here. This check comes before the run folder is created. Each
+    rank checks the free memory of its GPU later.
+    """
     from fp8cfg.training.data import refuse_absent
 
     recipe = smoke.cut_recipe(found.recipe, ranks)
@@ -129,7 +136,7 @@ def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
-    """The executor that --local or --slurm names. Raises ConfigError for both, neither, or a value that is none."""
+    """Returns the executor of --local or --slurm. Raises ConfigError unless one of them is valid."""
     local, slurm = arguments.one("--local"), arguments.one("--slurm")
     if (local is None) == (slurm is None):
         raise ConfigError("launch: needs one of --local N and --slurm KEY=VALUE,...")
@@ -147,9 +154,18 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
 
 
 def settings(said: str, submitit: bool = True) -> dict[str, str]:
-    """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. A space between two settings is a comma.
-    Raises ConfigError for what has another form, for a key given twice, and for misspelt options of sbatch, or parameters of
-    `submitit`."""
+    """Parses sbatch settings such as `partition=gpu,nodelist=a,b`.
+
+    Args:
+        said: Settings as KEY=VALUE, with commas or spaces between them. A value can be a list.
+        submitit: Whether parameters of submitit are valid keys.
+
+    Returns:
+        Values by key.
+
+    Raises:
+        ConfigError: A setting has another form, or a key is unknown or given twice.
+    """
     refuse_if(
         [f"--slurm {said!r}: has a line break; write one line"]
         if len(said.splitlines()) > 1
@@ -160,6 +176,7 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
         key, _, value = part.partition("=")
         if key and value and " " not in key:
             pairs.append([key, value])
+        # No "=" and no option of sbatch: a further element of the last value.
         elif part and pairs and "=" not in part and part.replace("-", "_") not in SBATCH:
             pairs[-1][1] += f",{part}"
         else:
@@ -184,7 +201,7 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
 
 
 _WITH_SPACES = ("setup", "teardown", "comment", "wrap", "srun_args", "srun-args")
-"""Settings whose value may have spaces."""
+"""Settings with spaces in their values."""
 
 
 def _between_settings(said: str) -> list[str]:

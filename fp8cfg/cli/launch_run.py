@@ -49,7 +49,11 @@ RENDEZVOUS_PORT = 29400
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this process: torchrun, or one that sets the same variables."""
+    """Returns whether torchrun, or a launcher with the same variables, started this process.
+
+    Args:
+        environment: Environment variables.
+    """
     return "RANK" in environment or "WORLD_SIZE" in environment
 
 
@@ -76,6 +80,7 @@ def start_ranks(
     """
     recipe = resolved.recipe
     unintended = training_data.unintended_data(recipe)
+    # Report violations together with missing data, so that the user fixes all of them at once.
     if unintended:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
         refuse_if([*violations(recipe, hardware, written=resolved.written), *unintended])
@@ -107,18 +112,24 @@ def start_ranks(
 
 
 def count_ranks(recipe: Recipe, num_gpus: int) -> int:
-    """Returns the number of ranks to start for `recipe` on a machine with `num_gpus` GPUs.
+    """Returns how many ranks to start on this machine.
 
-    At most trainer.devices, in whole model replicas among which the global batch divides. 1, this
-    process, without GPUs and for a layout that is not supported.
+    Args:
+        recipe: The recipe.
+        num_gpus: GPUs of the machine.
+
+    Returns:
+        At most trainer.devices, as whole model replicas that divide the global batch. 1 (this
+        process) without GPUs or if the layout is not supported.
 
     Raises:
-        ConfigError: The recipe needs several nodes. On a login node without GPUs, too.
+        ConfigError: The recipe needs several nodes, also on a login node without GPUs.
     """
     trainer = recipe.trainer
     if trainer.accelerator == "cpu":
         return 1
     if trainer.num_nodes > 1 and not trainer.smoke:
+        # With one rank, `launch` reports the layout's violations.
         if layout_violations(recipe, trainer.num_nodes * trainer.devices):
             return 1
         raise ConfigError(
@@ -149,10 +160,15 @@ def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
 
 
 def torchrun_line(recipe: Recipe, argv: Sequence[str], num_gpus: int) -> str:
-    """Returns the torchrun command of `fp8cfg ARGV`, the same on each node.
+    """Returns the torchrun command for a command line. It is the same on each node.
 
-    The nodes meet on this host. Without GPUs it is none of them: then they meet on the first node,
-    whose name the reader has to insert.
+    The rendezvous is on this host. A host without GPUs is probably a login node, so then the command
+    has a placeholder for the first node.
+
+    Args:
+        recipe: The recipe.
+        argv: Arguments of the command.
+        num_gpus: GPUs of this machine.
     """
     trainer = recipe.trainer
     host = socket.gethostname() if num_gpus else UNKNOWN_NODE
@@ -199,6 +215,7 @@ def launch(
     from fp8cfg.training.loggers.run_loggers import refuse_missing
     from fp8cfg.training.profiling import refuse_snapshot_on_cpu
 
+    # The order of these checks is the order of errors: first the launch, then the recipe, then data.
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
@@ -206,6 +223,7 @@ def launch(
     choice = preflight.choose_backend(recipe, hardware, rank_part)
     check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, choice.backend)))
     refuse_absent(recipe)
+    # Only the first rank writes to loggers.
     if _is_first_rank():
         refuse_missing(recipe)
     refuse_snapshot_on_cpu(recipe, hardware.device)
@@ -219,6 +237,7 @@ def launch(
     with waiting_to_stop(), ExitStack() as stack:
         from fp8cfg.parallel.process_group import world
 
+        # A signal while ranks wait for each other ends the process: no rank can save yet.
         with ranks_meeting(sharding.ranks()):
             ranks = stack.enter_context(world(hardware.device, recipe.trainer))
         _train(recipe, open_folder, start_from, ranks, head)
@@ -259,7 +278,11 @@ def _train(
 
 
 def is_run(path: Path) -> bool:
-    """Whether there is a run in `path`, and not just a folder to start one in."""
+    """Returns whether a folder has a run.
+
+    Args:
+        path: The folder. It may not exist.
+    """
     return (path / RECIPE).exists()
 
 
@@ -271,7 +294,15 @@ def resume(
     is_restart: bool = False,
     choice: CheckpointChoice | None = None,
 ) -> int:
-    """Resumes the run in `path`. The arguments are those of `runs.resume_run` and `launch`.
+    """Resumes a run on this rank.
+
+    Args:
+        path: The run folder.
+        change: Maps the checkpoint's recipe to the recipe of the resumed run.
+        whole_line: Makes a command line from overrides, for suggestions.
+        allow: Keys to change although resume rejects them by default.
+        is_restart: Whether log.resume=auto resumes the run, not `fp8cfg resume`.
+        choice: The checkpoint. Defaults to the newest valid one.
 
     Returns:
         The exit code.
@@ -293,7 +324,11 @@ def resume(
 
 
 def cut_to_ranks(recipe: Recipe) -> Recipe:
-    """Returns `recipe` as it runs on the ranks here: cut, with a note, if trainer.smoke is true."""
+    """Returns the recipe for the ranks here. A smoke run is cut to their size, with a note.
+
+    Args:
+        recipe: The recipe.
+    """
     small = smoke.cut_recipe(recipe, sharding.ranks())
     note = smoke.describe_cuts(recipe, small)
     say_notes([note] if note else [], recipe.log.level)
@@ -301,8 +336,9 @@ def cut_to_ranks(recipe: Recipe) -> Recipe:
 
 
 def _is_first_rank() -> bool:
+    """Returns whether this is rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _say_nothing(_: str) -> None:
-    """Prints nothing, on all ranks but the first."""
+    """Discards a message. Used on all ranks except the first."""

@@ -1,4 +1,7 @@
-"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not suffice."""
+"""`list`: prints recipes, presets and tasks with a line on each.
+
+Files are parsed. Recipes are only imported if another package has some.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,14 @@ _PLURAL = {"recipes": "recipe", "precisions": "precision"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A name that can be chosen, what its file says about it, and the file; `own` is the file as it is shown beside names
-    that fp8cfg does not ship, and else empty."""
+    """A recipe, preset or task.
+
+    Attributes:
+        name: The name.
+        about: Its description.
+        file: The file.
+        own: Printed place of a user's or plugin's entry. "" for shipped ones.
+    """
 
     name: str
     about: str
@@ -50,12 +59,12 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """What is said beside the name."""
+        """Text after the name."""
         return ": ".join(part for part in (self.own, self.about) if part)
 
 
 def run(argv: list[str]) -> int:
-    """List the groups of `argv`. Returns the exit code."""
+    """Prints the groups and returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
     named = [_PLURAL.get(word, word) for word in arguments.plain]
     folder = arguments.one("--config-dir")
@@ -94,14 +103,19 @@ def run(argv: list[str]) -> int:
 
 
 def _own(folder: Path) -> list[str]:
-    """The groups that `folder` has besides the shipped ones."""
+    """Returns the groups in `folder` that are not shipped."""
     from fp8cfg.composition.config_groups import Library
 
     return Library(folder).groups()[len(GROUPS) :] if folder.is_dir() else []
 
 
 def entries(group: str, folder: Path | None) -> list[Entry]:
-    """The names of `group`, sorted; a file of `folder` stands before a shipped one of the same name."""
+    """Returns the entries of a group, sorted by name.
+
+    Args:
+        group: Name of the group.
+        folder: The user's config folder. Its files override shipped ones of the same name.
+    """
     shipped = {e.name: e for e in (_recipes() if group == "recipe" else [])}
     shipped |= {
         file.stem: Entry(file.stem, _comment(file), file)
@@ -120,22 +134,23 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
 
 
 def _overview(those: list[Entry]) -> list[str]:
-    """A line for each, as far as there is room."""
+    """Formats one line per entry, cut to the width of the terminal."""
     width = max(len(e.name) for e in those)
     return [f"  {e.name:{width}}  {cut(e.line, output_width() - 4 - width)}" for e in those]
 
 
 def _whole(those: list[Entry]) -> list[str]:
-    """All that is said about each."""
+    """Formats the entries with complete descriptions."""
     width = max(len(e.name) for e in those) + 2
     return [wrapped(f"{e.name:{width}}{e.line}", more=" " * width) for e in those]
 
 
 def _recipes() -> list[Entry]:
-    """The recipe functions, read from their source; imported where other packages have some too."""
+    """Returns the recipes of fp8cfg and of plugins."""
     read = {
         name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()
     }
+    # Plugins register recipes by entry points. Their sources may have any form, so import them.
     if not metadata.entry_points(group="fp8cfg.recipes"):
         return list(read.values())
     from fp8cfg.schema.recipe_registry import recipes
@@ -153,11 +168,13 @@ def _recipes() -> list[Entry]:
 
 
 def _first(doc: str | None) -> str:
+    """Returns the first line of a docstring."""
     return (doc or "").strip().partition("\n")[0]
 
 
 def _comment(file: Path) -> str:
-    """The first comment before the data of a YAML file that is for people."""
+    """Returns the first comment of a YAML file, "" without one."""
+    # Comments for Hydra and for editors are skipped.
     try:
         with open_regular(file) as lines:
             for line in iter(lambda: lines.readline(500).decode(errors="replace").strip(), ""):
@@ -166,7 +183,7 @@ def _comment(file: Path) -> str:
                 if not line.startswith(("# @package", "# yaml-language-server")):
                     return "".join(
                         c for c in line.lstrip("# ") if c.isprintable()
-                    )  # it is shown on a terminal
+                    )  # no escape sequences: it goes to a terminal
     except (OSError, ConfigError):
         pass
     return ""

@@ -1,4 +1,4 @@
-"""Multirun: a run for each combination of values, started by Hydra's sweeper and launcher; `sweep`, and -m."""
+"""Sweeps (`sweep` and -m): Hydra's sweeper and launcher start one run per combination of values."""
 
 from __future__ import annotations
 
@@ -43,14 +43,26 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import fits, table, wrapped
 
 JOB, ALL = "job-{number}.json", "results.json"
-"""Of one job, by its number: jobs that are sent to one folder do not overwrite each other's."""
+"""Result files. Names have the job's number, because jobs may share a folder."""
 Result = dict[str, Any]
 
 
 def write(
     folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool
 ) -> Result:
-    """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
+    """Writes the result of a job.
+
+    Args:
+        folder: Folder of the job.
+        number: Number of the job.
+        overrides: Overrides of the job, as full_key=value.
+        code: Exit code.
+        error: Error message, "" without one.
+        ran: Whether the job created a run folder, so that its metrics are from this job.
+
+    Returns:
+        The result, as it was written.
+    """
     files = RunFiles.at(folder)
     words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
     result = {
@@ -67,7 +79,11 @@ def write(
 
 
 def read(folder: Path) -> list[Result]:
-    """The results of the jobs below `folder`, in the order of their numbers."""
+    """Reads the results of a sweep, sorted by job number.
+
+    Args:
+        folder: The sweep folder.
+    """
     files = folder.rglob(JOB.format(number="*"))
     return sorted(
         (json.loads(p.read_text(encoding="utf-8")) for p in files), key=lambda r: int(r["job"])
@@ -75,8 +91,15 @@ def read(folder: Path) -> list[Result]:
 
 
 def report(folder: Path, ended: str) -> int:
-    """Print the table of the sweep in `folder`, and why it `ended` early where it did, and write results.json. Returns the
-    largest exit code, but 1, which may be a bug, before any other."""
+    """Prints the table of a sweep and writes results.json.
+
+    Args:
+        folder: The sweep folder.
+        ended: Why the sweep ended early, "" if it did not.
+
+    Returns:
+        The largest exit code. But 1 if any job ended with 1, because it may be a bug.
+    """
     results = read(folder)
     RunFiles.at(folder).replace(ALL, (json.dumps(results, indent=1) + "\n").encode())
     print(f"\nsweep folder: {printable(str(folder))}\n{_table(folder, results)}")
@@ -97,7 +120,7 @@ def report(folder: Path, ended: str) -> int:
 
 
 def _table(folder: Path, results: list[Result]) -> str:
-    """One line a job, with the keys that differ between jobs; these go under the table where it would be too wide."""
+    """Formats one row per job, with the keys that differ between jobs."""
     every = {key: None for r in results for key in r["overrides"]}
     keys = [k for k in every if len({r["overrides"].get(k) for r in results}) > 1]
     header = ["folder", *keys, "loss", "val loss", "tokens/s", "FP8", "exit"]
@@ -114,6 +137,7 @@ def _table(folder: Path, results: list[Result]) -> str:
         for r in results
     ]
     text: str = table(header, rows, right=range(len(keys) + 1, len(header)))
+    # Too wide for the terminal: print the keys below the table.
     if keys and not fits(header, rows):
         text = table(
             ["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6)
@@ -125,17 +149,20 @@ def _table(folder: Path, results: list[Result]) -> str:
 
 
 def _name(folder: Path, result: Result) -> str:
+    """Returns the job's folder relative to the sweep folder."""
     return printable(os.path.relpath(result["run_folder"], folder))
 
 
 def _number(value: float | str | None, form: str) -> str:
+    """Formats a number of a result. "nan" and "inf" are strings already."""
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
 def _metrics(files: RunFiles | None) -> Result:
-    """The last losses, and the median of tokens per second after the first step, which warms up."""
+    """Returns the last losses and the median speed."""
     rows: list[Any] = metrics_file.read(files, METRICS) if files and files.kind(METRICS) else []
     steps = [r for r in rows if "seconds" in r]
+    # The first step compiles and warms up, so it only counts if it is the only one.
     pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
     last = {
         name: next((r[name] for r in reversed(rows) if name in r), None)
@@ -149,11 +176,12 @@ def _metrics(files: RunFiles | None) -> Result:
 
 
 def _json(value: float | None) -> float | str | None:
-    """JSON has no word for NaN and infinities."""
+    """Converts NaN and infinities to strings, because JSON has no such numbers."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def _share(files: RunFiles) -> float | None:
+    """Returns the share of matmul FLOPs in FP8, None without coverage.json."""
     if not files.kind(COVERAGE):
         return None
     share: float = read_object(files, COVERAGE)["share_of_matmul_flops"]
@@ -161,18 +189,19 @@ def _share(files: RunFiles) -> float | None:
 
 
 def job(library: Library, file: Path | None, config: DictConfig) -> float:
-    """Trains one job of a sweep and leaves its result in the job's folder.
+    """Trains one job of a sweep and writes its result.
 
     Args:
         library: The choices of each group.
-        file: The recipe's file, instead of `recipe=`.
-        config: What Hydra composed. Only Hydra's own settings in it are read.
+        file: The recipe file. None with `recipe=`.
+        config: The config from Hydra. Only Hydra's own settings are used.
 
     Returns:
-        The loss, for sweepers that search.
+        The validation loss or else the training loss, for sweepers such as Optuna. NaN after an
+        error.
 
     Raises:
-        KeyboardInterrupt: Once a signal has stopped the job. Nothing else is raised.
+        KeyboardInterrupt: A signal stopped the job. Other errors are caught.
     """
 
     hydra = HydraConfig.get()
@@ -181,6 +210,7 @@ def job(library: Library, file: Path | None, config: DictConfig) -> float:
     words = list(hydra.overrides.task)
     code, error = _train(words, library, file, folder, made)
     result = write(folder, hydra.job.num, words, code, error, ran=bool(made))
+    # 75: stopped by a signal and saved. 130: interrupted. Both stop the whole sweep.
     if code in (75, 130):
         raise KeyboardInterrupt
     found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
@@ -194,9 +224,10 @@ def _train(
     folder: Path,
     made: list[RunFolder],
 ) -> tuple[int, str]:
-    """Trains the recipe of `words` into `folder`, which is put into `made` once it is this job's.
+    """Trains a recipe into `folder`. Adds the run folder to `made` when it is created.
 
-    Returns the exit code, and the lines of the error.
+    Returns:
+        The exit code, and the error message or "".
     """
 
     def own() -> RunFolder:
@@ -219,7 +250,7 @@ def _train(
         return e.exit_code, str(e)
     except KeyboardInterrupt:
         return 130, "interrupted"
-    except Exception as e:  # a bug, or no memory: the other runs go on
+    except Exception as e:  # a bug, or no memory: the other runs continue
         if line := out_of_memory(e):
             print(f"error: {printable(line)}", file=sys.stderr)
         else:
@@ -230,7 +261,8 @@ def _train(
 
 
 def _forget() -> None:
-    """Give back what a run leaves behind in its process, which the next run may share."""
+    """Frees memory and compiled code, since the next job may run in this process."""
+    # Modules have reference cycles. Without this their GPU memory would stay allocated.
     gc.collect()
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_available():
@@ -244,7 +276,19 @@ class SweepError(Fp8cfgError):
 
 
 def multirun(arguments: Arguments, file: Path | None) -> int:
-    """Check every combination, run them, print and write the results. Returns the exit code."""
+    """Checks all combinations, trains them, and reports the results.
+
+    Args:
+        arguments: Arguments of the command.
+        file: The recipe file, if any.
+
+    Returns:
+        The exit code, see `report`.
+
+    Raises:
+        ConfigError: An argument is wrong, or no combination can run.
+        SweepError: The launcher or the sweeper failed before any job ended.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "-m: a sweep starts its own runs, each on one rank; start it without torchrun"
@@ -256,6 +300,7 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     library = Library(Path(config_dir) if config_dir else None)
     plan = read_overrides(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
+    # Jobs print their own messages, so Hydra's logging is off.
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
@@ -264,11 +309,11 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
 
 
 def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
-    """Compose every combination and name those that cannot be; the recipe of the first that can."""
+    """Composes all combinations and prints the invalid ones. Returns the first valid recipe."""
     recipes: list[Recipe] = []
 
     def build(words: Sequence[str]) -> None:
-        found = settled(words, config_dir, file, sweep=True)  # what gives way in it each job says
+        found = settled(words, config_dir, file, sweep=True)  # each job prints its notes itself
         one = found.recipe.log.folder
         refuse_if(
             [
@@ -325,15 +370,14 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
 def _multirun(
     hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]
 ) -> str:
-    """Run the sweep. Returns why it ended early, where it did."""
+    """Runs the sweep. Returns why it ended early, or ""."""
     try:
         hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
         return "stopped by a signal; what is not in the table has not run"
-    except (
-        Exception
-    ) as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost
+    except Exception as e:  # from a launcher or sweeper: a missing queue, a lost job
         problem = _problem(e)
+        # Results of finished jobs are still reported.
         if read(folder):
             return str(problem)
         with contextlib.suppress(OSError):
@@ -343,7 +387,7 @@ def _multirun(
 
 
 def _problem(error: Exception) -> Exception:
-    """The error itself where it is one that ends in a line, else one that does."""
+    """Returns the error if it is printed in one line, or else a SweepError with its first line."""
 
     if isinstance(error, (Fp8cfgError, HydraException, OmegaConfBaseException)):
         return error

@@ -1,4 +1,4 @@
-"""Standard output that may close, where a run goes on once its pager has ended; and files that a verb writes."""
+"""Output of commands: a standard output that may close, Ctrl-C during imports, and --output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ _IMPORT = "<frozen importlib._bootstrap>"
 
 @contextmanager
 def ending_imports() -> Iterator[None]:
-    """In a process of one's own SIGINT ends it, with 130, where it comes within an import, and is a KeyboardInterrupt elsewhere. A
-    handler of others, or that it is ignored, stays."""
+    """Context manager in which Ctrl-C during an import exits with code 130.
+
+    Outside of imports it raises KeyboardInterrupt as usual. Python code that is imported may catch
+    KeyboardInterrupt or print a long traceback.
+    """
     former = signal.getsignal(signal.SIGINT)
+    # Keep a handler of the embedding program, and an ignored signal (nohup, background jobs).
     if (
         former is not signal.default_int_handler
         or threading.current_thread() is not threading.main_thread()
@@ -37,27 +41,32 @@ def ending_imports() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """Signal handler: exits if the interrupted code is in an import."""
+    # Search the stack for the frame of the import system.
     while frame is not None and frame.f_code.co_filename != _IMPORT:
         frame = frame.f_back
     if frame is None:
         raise KeyboardInterrupt
-    with suppress(Exception):  # no reader, or this came amid a print()
+    with suppress(Exception):  # a closed pipe, or the signal interrupted a print()
         sys.stdout.flush()
     os._exit(128 + number)
 
 
 GONE = (errno.EPIPE, errno.EIO)
-"""A pager that has ended, a terminal that was closed."""
+"""Errors of a write to a pager that has exited or to a closed terminal."""
 
 
 class Patient:
-    """A stream that goes on in silence once nobody reads it any more: a run does not end because its pager or terminal did."""
+    """Wrapper of a stream that discards output once its reader is gone.
+
+    A run should not fail because its pager or terminal was closed.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As that of the stream."""
+        """Writes text. See io.TextIOBase.write."""
         try:
             return int(self._stream.write(text))
         except OSError as e:
@@ -67,7 +76,7 @@ class Patient:
             return len(text)
 
     def flush(self) -> None:
-        """As that of the stream."""
+        """Flushes the stream. See io.TextIOBase.flush."""
         try:
             self._stream.flush()
         except OSError as e:
@@ -79,6 +88,8 @@ class Patient:
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
+        """Redirects the stream to /dev/null."""
+        # At the descriptor: the stream still has buffered text, which a later flush writes.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -86,7 +97,7 @@ class Patient:
 
 @contextmanager
 def patient_stdout() -> Iterator[None]:
-    """A standard output that may close without ending what runs inside."""
+    """Context manager in which a closed standard output is no error."""
     before = sys.stdout
     if before is not None:
         sys.stdout = Patient(before)
@@ -99,8 +110,19 @@ def patient_stdout() -> Iterator[None]:
 
 
 def print_or_write(text: str, output: str | None) -> int:
-    """Print what a verb made, or write it to the new file that --output names. Returns the exit code. Raises ConfigError for a file
-    that exists, and NotWritable."""
+    """Prints text, or writes it to the new file of --output.
+
+    Args:
+        text: The text.
+        output: Path of the file. None prints.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The file exists.
+        NotWritable: The file cannot be written.
+    """
     if output is None:
         print(text, end="")
         return 0
@@ -110,7 +132,16 @@ def print_or_write(text: str, output: str | None) -> int:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a new file for --output. Raises ConfigError if it exists, and NotWritable."""
+    """Writes a new file for --output.
+
+    Args:
+        path: The file. Its folder is created if needed.
+        text: The content.
+
+    Raises:
+        ConfigError: The file exists.
+        NotWritable: The file cannot be written.
+    """
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True)
