@@ -136,7 +136,7 @@ def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
-    """Returns the executor of --local or --slurm. Raises ConfigError unless one of them is valid."""
+    """Returns the executor of --local or --slurm. Raises ConfigError for none, both or a typo."""
     local, slurm = arguments.one("--local"), arguments.one("--slurm")
     if (local is None) == (slurm is None):
         raise ConfigError("launch: needs one of --local N and --slurm KEY=VALUE,...")

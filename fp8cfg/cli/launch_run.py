@@ -162,7 +162,7 @@ def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
 def torchrun_line(recipe: Recipe, argv: Sequence[str], num_gpus: int) -> str:
     """Returns the torchrun command for a command line. It is the same on each node.
 
-    The rendezvous is on this host. A host without GPUs is probably a login node, so then the command
+    The rendezvous is on this host. A host without GPUs is probably a login node. Then the command
     has a placeholder for the first node.
 
     Args:
@@ -215,7 +215,7 @@ def launch(
     from fp8cfg.training.loggers.run_loggers import refuse_missing
     from fp8cfg.training.profiling import refuse_snapshot_on_cpu
 
-    # The order of these checks is the order of errors: first the launch, then the recipe, then data.
+    # Checks are in order of importance: the launch, the recipe, and then data and loggers.
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
@@ -237,7 +237,7 @@ def launch(
     with waiting_to_stop(), ExitStack() as stack:
         from fp8cfg.parallel.process_group import world
 
-        # A signal while ranks wait for each other ends the process: no rank can save yet.
+        # A signal during this wait ends the process: nothing is trained yet that could be saved.
         with ranks_meeting(sharding.ranks()):
             ranks = stack.enter_context(world(hardware.device, recipe.trainer))
         _train(recipe, open_folder, start_from, ranks, head)

@@ -262,7 +262,7 @@ def _train(
 
 def _forget() -> None:
     """Frees memory and compiled code, since the next job may run in this process."""
-    # Modules have reference cycles. Without this their GPU memory would stay allocated.
+    # Objects in reference cycles keep their GPU memory until a collection.
     gc.collect()
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_available():

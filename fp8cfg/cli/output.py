@@ -22,8 +22,7 @@ _IMPORT = "<frozen importlib._bootstrap>"
 def ending_imports() -> Iterator[None]:
     """Context manager in which Ctrl-C during an import exits with code 130.
 
-    Outside of imports it raises KeyboardInterrupt as usual. Python code that is imported may catch
-    KeyboardInterrupt or print a long traceback.
+    Outside of imports it raises KeyboardInterrupt as usual.
     """
     former = signal.getsignal(signal.SIGINT)
     # Keep a handler of the embedding program, and an ignored signal (nohup, background jobs).

@@ -1,4 +1,4 @@
-"""`plan`: the GEMM formats, memory and possible speedup of a recipe, for GPUs not at hand."""
+"""`plan`: predicts GEMM formats, memory and speedup of a recipe, also for GPUs of other machines."""
 
 from __future__ import annotations
 
@@ -66,8 +66,19 @@ _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
 
 def run(argv: list[str]) -> int:
-    """Plan the recipe of `argv`. Returns the exit code; raises ConfigError, after the plan, for a recipe that nothing runs
-    there."""
+    """Prints the plan of a recipe.
+
+    Args:
+        argv: Arguments after the verb.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The recipe is wrong. Or it cannot run on this hardware, after the plan is
+            printed.
+        NotFP8Error: The planned coverage is below fp8.min_coverage.
+    """
     arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), (*_OUTPUTS, "--measure"))
     try:
         folder, ranks, name = (
@@ -92,7 +103,7 @@ def run(argv: list[str]) -> int:
     found = settle(arguments.words)
     started = ranks or _launched()
     if found.problems and started is not None:
-        # A layout for more GPUs than the recipe has, which --gpus or a launcher may name.
+        # The layout may need the GPUs of --gpus or of the launcher, not those of the recipe.
         nodes, devices = split_into_nodes(started)
         found = settle(
             [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
@@ -115,7 +126,7 @@ def run(argv: list[str]) -> int:
         refuse_if(append_commands([*plan.refusals, *plan.problems], where, plan.lines))
     if (
         not {"--tree", "--dot", "--code"} & arguments.flags
-    ):  # a graph, which export and tools of Fiddle take, runs nothing
+    ):  # a graph can be used for other purposes, so a recipe without enough memory is no error
         if list(plan.problems) == [min_coverage_problem(recipe, plan.coverage)]:
             check_min_coverage(recipe, plan.coverage)
         refuse_if(append_commands(plan.problems, where, plan.lines) if plan.problems else [])
@@ -132,7 +143,7 @@ def run(argv: list[str]) -> int:
 
 
 def _measure(recipe: Recipe, is_first: bool) -> None:
-    """Trains a step of `recipe` on the ranks of this launch; the first prints what it took."""
+    """Trains a step on the ranks of this launch. The first rank prints the measured memory."""
     from fp8cfg.parallel.process_group import world
     from fp8cfg.planning.hardware import find_hardware
     from fp8cfg.training.memory_measurement import measured_table
@@ -144,12 +155,12 @@ def _measure(recipe: Recipe, is_first: bool) -> None:
 
 
 def _launched() -> int | None:
-    """The ranks that a launcher such as torchrun has started; None without one."""
+    """Returns the number of ranks that torchrun or another launcher started. None without one."""
     return ranks_here() if "WORLD_SIZE" in os.environ else None
 
 
 def _there(recipe: Recipe, ranks: int) -> Recipe:
-    """`recipe` on as many machines as so many ranks take."""
+    """Returns the recipe with num_nodes and devices for this number of ranks."""
     t = recipe.trainer
     return (
         recipe
@@ -159,10 +170,10 @@ def _there(recipe: Recipe, ranks: int) -> Recipe:
 
 
 def _shown(plan: PlanReport, output: str) -> str:
-    """The plan as JSON, or its graph."""
+    """Formats the plan as JSON, or its graph as text."""
     if output == "--json":
         return json.dumps(plan.data(), indent=1)
-    if plan.choice is None:  # there is no graph of what is not built
+    if plan.choice is None:  # without a backend there is no graph
         raise ConfigError(plan.refusals)
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
     return {
@@ -173,6 +184,7 @@ def _shown(plan: PlanReport, output: str) -> str:
 
 
 def _count(text: str | None) -> int | None:
+    """Parses --gpus. Raises ConfigError."""
     if text is None:
         return None
     if not text.isdecimal() or len(text) > 7 or int(text) < 1:

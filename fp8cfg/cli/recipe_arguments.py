@@ -1,4 +1,4 @@
-"""Recipe arguments: the recipe that the words and the file of a command line compose, and command lines that compose it."""
+"""Recipe arguments: composes the recipe of a command line, and writes command lines for recipes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _THEIRS = {
     "eval": "evaluate",
     "preprocess": "data prepare",
 }
-"""Commands of other trainers by ours."""
+"""Commands of other trainers, and the verbs of fp8cfg."""
 _INSTEAD = {
     "nemo": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
     "llm": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
@@ -52,11 +52,19 @@ _INSTEAD = {
     "bench": "write: fp8cfg plan, which predicts step time and memory",
     "profile": "log.profile=START:END of a run records its steps; fp8cfg plan predicts memory",
 }
-"""Words that other tools begin with, and what does it here."""
+"""Commands of other tools, and advice."""
 
 
 def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
-    """The words of `arguments` with `changes`, which stand in the place of those for the same keys."""
+    """Applies changes to the overrides of a command.
+
+    Args:
+        arguments: Arguments of the command.
+        changes: New overrides. They replace overrides of the same keys.
+
+    Returns:
+        The overrides.
+    """
     new = {full(parsed(word)[0]) for word in changes}
     return [
         *(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new),
@@ -65,7 +73,13 @@ def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
 
 
 def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
-    """The line that runs `arguments` with the words `changes`, by `verb` and its options, or training."""
+    """Returns a command line for suggestions.
+
+    Args:
+        arguments: Arguments of the original command.
+        changes: Overrides to change.
+        verb: The verb and its options. Training by default.
+    """
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
     return shlex.join(
         ["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder]
@@ -73,12 +87,20 @@ def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> st
 
 
 def recipe_path(arg: str) -> Path:
-    """The path of the recipe file that `arg` stands for."""
+    """Returns the path of a recipe file. "-" is standard input."""
     return STDIN if arg == "-" else Path(arg)
 
 
 def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
-    """The recipe file among arguments that are no words. Raises ConfigError for what is no file and no verb."""
+    """Returns the recipe file of a command, None without one.
+
+    Args:
+        plain: Arguments that are neither options nor overrides.
+        verbs: Verbs, for the suggestion on a wrong argument.
+
+    Raises:
+        ConfigError: An argument is not a recipe file, or there are two.
+    """
     for arg in plain:
         if not is_recipe_file(arg):
             raise ConfigError(no_verb(arg, verbs))
@@ -90,14 +112,19 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
 
 
 def chooses(name: str) -> str | None:
-    """The group that offers the choice `name`; None where none does."""
+    """Returns the group with a preset of this name, None without one."""
     return next(
         (group for group in ("recipe", "precision", "data") if name in choices(group)), None
     )
 
 
 def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
-    """The line for a word without a value that is no verb, or not where a verb stands."""
+    """Returns the error for an argument that is neither an override nor a recipe file.
+
+    Args:
+        arg: The argument.
+        verbs: Valid verbs, for the suggestion.
+    """
     if arg in verbs:
         return f"{arg}: a command stands first, as in: fp8cfg {arg}"
     if chosen := chooses(arg):
@@ -115,6 +142,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         read = f"; write: fp8cfg import megatron {arg}" if arg.endswith(".sh") else ""
         return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
     line = malformed(arg)
+    # `malformed` has a specific hint.
     if ";" in line or "," in line:
         return line
     return f"{arg or repr(arg)}: no command, recipe file or key=value; fp8cfg --help has them"
@@ -126,7 +154,17 @@ def composed(
     file: Path | None = None,
     base: Recipe | None = None,
 ) -> Recipe:
-    """As `fp8cfg.compose`."""
+    """Composes and checks a recipe, and prints the notes.
+
+    Args:
+        words: Overrides.
+        config_dir: The user's config folder.
+        file: The recipe file, instead of `recipe=`.
+        base: The recipe, instead of `recipe=`.
+
+    Raises:
+        ConfigError: An argument or the recipe is wrong.
+    """
     found = settled(words, config_dir, file, base)
     refuse_if(found.problems)
     say(found.notes)
@@ -140,7 +178,21 @@ def settled(
     base: Recipe | None = None,
     sweep: bool = False,
 ) -> ResolvedRecipe:
-    """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
+    """Composes a recipe without printing notes or rejecting problems.
+
+    Args:
+        words: See `composed`.
+        config_dir: See `composed`.
+        file: See `composed`.
+        base: See `composed`.
+        sweep: Whether this is a job of a sweep.
+
+    Returns:
+        The recipe with its problems, notes and changed values.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
     return precedence.composed(
         words, Library(Path(config_dir) if config_dir else None), file, base, sweep
     )
@@ -152,13 +204,21 @@ def settled_on_ranks(
     file: Path | None = None,
     base: Recipe | None = None,
 ) -> ResolvedRecipe:
-    """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
+    """Composes a recipe for the ranks of a launcher. Arguments as `settled`.
+
+    If the layout does not fit num_nodes and devices of the recipe, those of the launcher are tried.
+    """
     library = Library(Path(config_dir) if config_dir else None)
     return precedence.composed(words, library, file, base, on_ranks=True)
 
 
 def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """A line where nothing of `config_dir` is read beside the recipe of a run: none of `words`, which are right, names it."""
+    """Returns a note if --config-dir has no effect on the recipe of an existing run.
+
+    Args:
+        words: Valid overrides.
+        config_dir: The user's config folder.
+    """
     if config_dir is None:
         return []
     library = Library(Path(config_dir))
@@ -173,7 +233,12 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
 
 
 def say(notes: Iterable[str], level: Level = "info") -> None:
-    """Prints notes at least of a level to standard error, on the first rank only."""
+    """Prints notes to standard error, on the first rank only.
+
+    Args:
+        notes: The notes.
+        level: Minimum level to print.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     for line in notes:
@@ -182,22 +247,35 @@ def say(notes: Iterable[str], level: Level = "info") -> None:
 
 
 Settle = Callable[[Sequence[str]], "ResolvedRecipe"]
-"""What a verb makes of words."""
+"""Composes the recipe of overrides, as a verb does it."""
 _TIMES = 4
-"""A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
+"""Maximum number of tries for a command line.
+
+The first try is as found. The second adds the machine. The third adds the batch size, which may
+change with the machine. One more is a reserve.
+"""
 
 
 def whole_lines(
     arguments: Arguments, settle: Settle, *verb: str, has_blanks: bool = False
 ) -> CommandLine:
-    """Makes the line of `arguments` and a fit, by `verb` and its options or training; an empty one where it would be refused, or
-    settle to another recipe than that of the fit. With `has_blanks` a recipe that lacks training data gets overrides to fill
-    in."""
+    """Returns a function that writes the command line of a fit, for suggestions.
+
+    A suggested command must work. So the function composes the recipe of the command and compares
+    it with the fit. It returns "" if they differ, or if the command would be rejected.
+
+    Args:
+        arguments: Arguments of the original command.
+        settle: Composes the recipe of overrides.
+        verb: The verb and its options. Training by default.
+        has_blanks: Whether to add overrides with PATH and FOLDER for missing training data.
+    """
 
     def line(fit: Fit) -> str:
         words = [*fit.words]
         for _ in range(_TIMES):
             typed = settle([word for word in changed_words(arguments, words) if not is_hydra(word)])
+            # Overrides can change other keys too, such as the batch size. Set those explicitly.
             if apart := _apart(typed, fit):
                 words += apart
                 continue
@@ -212,5 +290,6 @@ def whole_lines(
 
 
 def _apart(typed: ResolvedRecipe, fit: Fit) -> tuple[str, ...]:
-    """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose size is cut once it is started."""
+    """Returns the overrides that turn the composed recipe into the fit."""
+    # A smoke run is cut to its size when it starts, so its recipe always differs.
     return () if fit.recipe.trainer.smoke else changed_overrides(typed.recipe, fit.recipe)

@@ -1,4 +1,4 @@
-"""`rerun`: repeats a run in a new run folder, lists what has changed since, and compares the losses."""
+"""`rerun`: repeats a run in a new run folder, lists changes, and compares the losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8cfg.schema.tables import wrapped
 
 T = TypeVar("T")
 MAX_METRICS = 1 << 30
-"""Bytes of a metrics.jsonl, which has some 300 a step."""
+"""Maximum size of metrics.jsonl in bytes. A step takes about 300."""
 USAGE = """
 fp8cfg rerun RUN_FOLDER [key=value ...] [--verbose] [--config-dir FOLDER]
 
@@ -50,16 +50,16 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Rerun the run folder of `argv`. Returns the exit code."""
+    """Repeats a run and returns the exit code."""
     arguments = split(argv, ("--config-dir",), (VERBOSE,))
     add_verbose(arguments)
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
     first = RunFolder.reading(arguments.plain[0])
     if not first.files.kind(RECIPE):
-        RunFolder.open(first.path, lock=False)  # says what is missing
+        RunFolder.open(first.path, lock=False)  # raises an error with the missing file
     before = first.read_recipe()
-    before.log.folder, before.log.resume = None, "never"  # which the first run has
+    before.log.folder, before.log.resume = None, "never"  # the first run's folder is taken
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
         return settled_on_ranks(words, arguments.one("--config-dir"), base=before)
@@ -102,7 +102,7 @@ def run(argv: list[str]) -> int:
 
 
 def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | None:
-    """What `read` gives; None, and a line in `missing`, where what is to be compared with cannot be read."""
+    """Returns the result of `read`. After an error, adds a line to `missing` and returns None."""
     try:
         return read()
     except ConfigError as e:
@@ -111,14 +111,14 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
-    """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
+    """Returns a line for each difference from the first run: keys, environment, data."""
     from fp8cfg.training.data import run_data
 
     keys = changes(before, recipe)
     lines = [f"{key}: {spelled(_at(before, key))} -> {spelled(_at(recipe, key))}" for key in keys]
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     if then is not None:
-        then.pop("run_format", None)  # of the folder, not of the machine
+        then.pop("run_format", None)  # about the folder, not the machine
         lines += differences(then, environment())
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
     if (
@@ -131,11 +131,11 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
 
 
 UNIMPORTANT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
-"""Keys that change no loss."""
+"""Keys without an effect on losses."""
 
 
 def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
-    """Returns a line for each stage of the first run that had another recipe than its last."""
+    """Returns a line for each part of the first run with another recipe than the last one."""
     lines = []
     for step, recipe in _compared_or(first.past_recipes, "earlier recipes", missing) or []:
         keys = [key for key in changes(before, recipe) if not matches(key, UNIMPORTANT)]
@@ -149,6 +149,7 @@ def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
 
 
 def _at(recipe: Recipe, key: str) -> Any:
+    """Returns the value of a key."""
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)
@@ -156,8 +157,7 @@ def _at(recipe: Recipe, key: str) -> Any:
 
 
 def _data_digest(first: RunFolder) -> str:
-    """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
-    not recorded."""
+    """Returns the fingerprint of the first run's data. Raises ConfigError without a checkpoint."""
     from fp8cfg.checkpoint.load import STATE
 
     root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
@@ -176,6 +176,7 @@ Losses = dict[str, dict[int, float]]
 
 
 def _losses(folder: RunFolder) -> Losses:
+    """Reads the losses of a run. Raises ConfigError."""
     try:
         if folder.files.size(METRICS) > MAX_METRICS:
             raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
@@ -191,7 +192,15 @@ def _losses(folder: RunFolder) -> Losses:
 
 
 def compared(then: Losses, now: Losses) -> list[str]:
-    """The lines that compare the losses of two runs, over the steps that both have."""
+    """Compares the losses of two runs over their common steps.
+
+    Args:
+        then: Losses of the first run.
+        now: Losses of this run.
+
+    Returns:
+        Lines to print.
+    """
     ends = [max(losses["training loss"], default=0) for losses in (then, now)]
     short = [
         f"compared up to step {min(ends)}; the first run has {ends[0]} steps, this one {ends[1]}"
@@ -202,10 +211,12 @@ def compared(then: Losses, now: Losses) -> list[str]:
 
 
 def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
+    """Compares one kind of loss, in one line."""
     common = sorted(then.keys() & now.keys())
     if not common:
         return f"{name}: the two runs have none in common"
     last = common[-1]
+    # hex() compares bits. With ==, NaN would differ from itself, and 0.0 would equal -0.0.
     different = [step for step in common if then[step].hex() != now[step].hex()]
     if not different:
         equal = (

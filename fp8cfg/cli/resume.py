@@ -1,4 +1,4 @@
-"""`resume`: continues a run from its newest checkpoint that verifies."""
+"""`resume`: continues a run from its newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Resumes the run folder of `argv`. Returns the exit code."""
+    """Resumes a run and returns the exit code."""
     from fp8cfg.training import runs
 
     arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8", VERBOSE))
@@ -85,6 +85,7 @@ def run(argv: list[str]) -> int:
     if not resolved.layout_alone:
         refuse_if(resolved.problems)
     causes = {short(each.key): each.cause for each in resolved.changes}
+    # Before ranks start, so that one process prints the error. Each rank checks again.
     refuse_changes(before, resolved.recipe, allow, causes, step=step)
 
     def takes(other: Recipe) -> bool:
@@ -97,8 +98,10 @@ def run(argv: list[str]) -> int:
 
 
 def _read_step(text: str | None) -> int | None:
+    """Parses --step. Raises ConfigError."""
     if text is None:
         return None
+    # int() would also accept "+2", "1_000" and digits of other scripts.
     if not text.isascii() or not text.isdigit():
         raise ConfigError(f"--step {text}: needs the number of a step, as in --step 200")
     return int(text)

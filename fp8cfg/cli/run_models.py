@@ -1,4 +1,4 @@
-"""Models of a run folder for `sample` and `evaluate`: which checkpoint, which precisions, and what they are called."""
+"""Models of a run for `sample` and `evaluate`: loads a checkpoint in one precision or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 
 def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of a run folder. Raises ConfigError where there is none."""
+    """Reads a JSON object from a run folder.
+
+    Args:
+        folder: The run folder.
+        name: Name of the file.
+
+    Raises:
+        ConfigError: The file is missing, too large or not a JSON object.
+    """
     path = folder.path / name
     try:
         data = json.loads(folder.read(name))
@@ -48,7 +56,15 @@ def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
 
 
 def loaded(arguments: Arguments) -> RunModel:
-    """The model of the run folder that stands first among `arguments`, as it was trained."""
+    """Loads the model of a run in its own precision.
+
+    Args:
+        arguments: The run folder, --accelerator and --step.
+
+    Raises:
+        ConfigError: An option is wrong, or the hardware cannot run the precision.
+        RunFolderError: Not a run folder.
+    """
     path, change, step = (
         Path(arguments.plain[0]),
         _on(arguments.one("--accelerator")),
@@ -56,7 +72,7 @@ def loaded(arguments: Arguments) -> RunModel:
     )
     RunFolder.open(
         arguments.plain[0], lock=False
-    ).close()  # before torch is loaded: a folder that is none is said first
+    ).close()  # raises an error for a wrong folder before torch is loaded
     from fp8cfg.training import trained_model
 
     with _cured_by_options():
@@ -64,7 +80,7 @@ def loaded(arguments: Arguments) -> RunModel:
 
 
 def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
-    """What lets a recipe run on `accelerator`; None where it stays where it was. Raises ConfigError for a word that is none."""
+    """Returns a function that sets trainer.accelerator, None without the option."""
     if accelerator is None:
         return None
     if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
@@ -75,8 +91,15 @@ def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
 
 
 def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
-    """`run` in each precision of `names`, presets with commas between, one after the other; by default as it was trained. Raises
-    ConfigError for a name that is none before anything is computed."""
+    """Yields the model in each precision with a title. Only one model is in memory at a time.
+
+    Args:
+        run: The model as trained.
+        names: Presets, separated by commas. None for the trained precision.
+
+    Raises:
+        ConfigError: A name is unknown. Raised before the first model.
+    """
     if names is None:
         yield title(run), run
         return
@@ -92,7 +115,7 @@ def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunMo
 
 @contextmanager
 def _cured_by_options() -> Iterator[None]:
-    """What hardware lacks is refused with what these verbs take, options, in the place of keys."""
+    """Context manager that replaces keys by options in errors about hardware."""
     try:
         yield
     except ConfigError as e:
@@ -107,13 +130,27 @@ def _cured_by_options() -> Iterator[None]:
 
 
 def title(run: RunModel) -> str:
-    """The precision of `run` in words."""
+    """Describes the precision of a model in words.
+
+    Args:
+        run: The model.
+    """
     p = run.recipe.precision
     return f"{p.compute}, {scalings.title(p.fp8.scaling)}" if p.fp8.enabled else p.compute
 
 
 def whole(arguments: Arguments, option: str, least: int, default: int | None = None) -> int | None:
-    """The whole number of `option`. Raises ConfigError."""
+    """Parses an integer option.
+
+    Args:
+        arguments: Arguments of the command.
+        option: Name of the option.
+        least: Minimum.
+        default: Value without the option.
+
+    Raises:
+        ConfigError: Not an integer, or out of range.
+    """
     text = arguments.one(option)
     if text is None:
         return default
@@ -121,10 +158,12 @@ def whole(arguments: Arguments, option: str, least: int, default: int | None = N
         value = int(text)
     except ValueError:
         raise ConfigError(f"{option} {text[:40]}: needs a whole number") from None
+    # Seeds and counts are int64 in torch.
     if not least <= value < 2**63:
         raise ConfigError(f"{option} {text[:40]}: must be at least {least}")
     return value
 
 
 def _say(line: str) -> None:
+    """Prints a message to standard error, because standard output has the result."""
     print(printable(line), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`sample`: text from a run, in the precision that it was trained in or another."""
+"""`sample`: generates text from a run, in its own precision or another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _OPTIONS = (
 
 
 def run(argv: list[str]) -> int:
-    """Print the text that `argv` ask for. Returns the exit code."""
+    """Prints generated text and returns the exit code."""
     arguments = _split(argv)
     tokens, top_k = whole(arguments, "--tokens", 1, 100), whole(arguments, "--top-k", 1)
     temperature, seed = _temperature(arguments), whole(arguments, "--seed", 0, 0)
@@ -64,6 +64,7 @@ def run(argv: list[str]) -> int:
         )
     if (names := arguments.one("--precision")) and "," in names:
         raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
+    # Loads torch, so all arguments are checked before.
     found = loaded(arguments)
     from fp8cfg.training.evaluation import run_tokenizer, sample
 
@@ -88,7 +89,8 @@ def run(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> Arguments:
-    """The folder and the prompt, which may have a '=' or begin with a sign, with a dash after `--`, and the options."""
+    """Splits the arguments into run folder, prompt and options."""
+    # Not by `split` alone: a prompt may have a "=" or begin with "+", which would be an override.
     prompts, left, after = list[str](), list[str](), ""
     options = before_end(argv)
     for word in options:
@@ -108,17 +110,20 @@ def _split(argv: list[str]) -> Arguments:
 
 
 def _temperature(arguments: Arguments) -> float:
+    """Parses --temperature. Raises ConfigError."""
     text = arguments.one("--temperature")
     try:
         value = 0.8 if text is None else float(text)
     except ValueError:
         value = math.nan
+    # Also false for NaN.
     if not 0 <= value < math.inf:
         raise ConfigError(f"--temperature {str(text)[:40]}: needs a number of at least 0")
     return value
 
 
 def _prompt(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
+    """Tokenizes the prompt, with `chat` through the chat template."""
     try:
         if chat:
             return [int(i) for i in encode_prompt([{"role": "user", "content": text}], tokenizer)]
@@ -128,5 +133,5 @@ def _prompt(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
 
 
 def _shown(text: str) -> str:
-    """`text` as a terminal may show it: a model writes what it likes, and escape sequences act."""
+    """Replaces control characters: a model may generate escape sequences for the terminal."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

@@ -1,4 +1,4 @@
-"""`schema`: the JSON Schema of YAML files, by which editors complete and check them."""
+"""`schema`: prints the JSON Schema of YAML files, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Print the schema that `argv` asks for. Returns the exit code."""
+    """Prints a schema and returns the exit code."""
     arguments = split(argv, ("--config-dir",))
     asked = [*arguments.plain, *arguments.words] or ["recipe"]
     if len(asked) > 1 or asked[0] not in GROUPS:

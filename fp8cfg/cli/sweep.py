@@ -1,4 +1,4 @@
-"""`sweep`: `train -m` by a name of its own, a run for each combination of values."""
+"""`sweep`: another name for `train -m`, which trains each combination of values."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ was skipped.
 
 
 def run(argv: list[str]) -> int:
-    """Sweep over the words of `argv`. Returns the exit code."""
+    """Runs a sweep and returns the exit code."""
     return train.run(["--multirun", *argv])

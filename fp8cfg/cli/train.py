@@ -1,4 +1,4 @@
-"""`train`: composes, prints the plan of the run, refuses or trains; and dispatches to Hydra's ways of inspecting and sweeping."""
+"""`train`: composes a recipe and trains it. Also dispatches to sweeps and Hydra's flags."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Trains the recipe of `argv`, or does what its flags ask for instead. Returns the exit code."""
+    """Trains a recipe, or runs the command of a Hydra flag. Returns the exit code."""
     arguments, file = _read_arguments(argv)
     flag = hydra.asked(arguments)
     if flag == "--multirun":
@@ -102,10 +102,10 @@ def run(argv: list[str]) -> int:
 
 def _read_arguments(argv: list[str]) -> tuple[Arguments, Path | None]:
     """Returns the arguments and the recipe file. Raises ConfigError with all wrong arguments."""
-    # Until the arguments are split, to report wrong overrides next to a wrong option.
+    # If the split below fails, these overrides are checked too, to report all errors at once.
     arguments = Arguments(words=[word for word in argv if "=" in word and not word.startswith("-")])
     try:
-        # Before the options: those of a mistyped command belong to no command.
+        # Check the verb first: the options of a mistyped verb cannot be checked.
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
             recipe_file(argv[:1], WORDS)
         commands = [
