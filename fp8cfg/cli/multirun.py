@@ -341,9 +341,9 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
 
 
 def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
-    """The folder of the sweep, made and fixed here: what names it after the time would name it anew at each look. Raises
-    ConfigError where all of its `jobs` would go to one folder."""
+    """Creates the sweep folder. Raises ConfigError if all jobs would share one folder."""
 
+    # Each composition resolves ${now:...} to another time. So the folder is fixed here once.
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)
     except Exception as e:

@@ -1,4 +1,4 @@
-"""`plan`: predicts GEMM formats, memory and speedup of a recipe, also for GPUs of other machines."""
+"""`plan`: predicts GEMM formats, memory and speedup of a recipe, for any GPU."""
 
 from __future__ import annotations
 

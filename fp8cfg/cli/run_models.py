@@ -91,7 +91,7 @@ def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
 
 
 def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
-    """Yields the model in each precision with a title. Only one model is in memory at a time.
+    """Yields a title and the model for each precision, one after the other.
 
     Args:
         run: The model as trained.
