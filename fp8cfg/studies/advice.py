@@ -103,11 +103,13 @@ def advise(
     library = Library(Path(config_dir) if config_dir else None)
 
     def compose(words: Sequence[str], base: Recipe = recipe) -> Recipe:
+        """Adds overrides to a recipe, with the resolution of conflicts."""
         resolved = precedence.composed(words, library, None, base)
         refuse_if(resolved.problems)
         return resolved.recipe
 
     def cover(changed: Recipe) -> Coverage:
+        """Plans the coverage of the recipe's model."""
         return planned_coverage(changed, plan_layers(changed))
 
     world = current()
@@ -177,6 +179,7 @@ def advise_model(
     library = Library(None)
 
     def compose(words: Sequence[str], base: Recipe = base) -> Recipe:
+        """Adds overrides to a recipe, and removes keys without use for a custom model."""
         resolved = precedence.composed(words, library, None, base)
         refuse_if(resolved.problems)
         changed = resolved.recipe
@@ -188,6 +191,7 @@ def advise_model(
         return changed
 
     def cover(changed: Recipe) -> Coverage:
+        """Plans the coverage of the custom model."""
         fp8 = convert.checked(changed, model).fp8
         # The limits of the native backend, because the errors are measured with its numerics.
         plan = plan_model(model, fp8, registry.rules(registry.REFERENCE).misfit)
@@ -323,14 +327,14 @@ def _choose(
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> tuple[Layers, dict[str, str]]:
-    """Returns the layers that a probe can measure.
+    """Finds the linear layers for a probe.
 
     Args:
         model: The model.
         names: Planned linear layers by name.
 
     Returns:
-        The layers, and a reason for each layer that cannot be measured.
+        The layers, and a reason for each layer without a measurement.
     """
     modules = dict(model.named_modules())
     layers: Layers = {}

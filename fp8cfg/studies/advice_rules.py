@@ -314,7 +314,7 @@ def _layer_options(
 
 
 def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> list[Override]:
-    """Returns overrides to keep whole layers out of FP8, from specific to general keys."""
+    """Returns overrides to keep whole layers out of FP8, by as few keys as possible."""
     in_fp8 = [linear.name for linear in choice.coverage.linears if linear.fp8]
     reasons = {
         name: f"{name}: {max(errors, key=lambda error: error.ratio)}"

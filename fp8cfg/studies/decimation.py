@@ -16,9 +16,9 @@ Reduction = Callable[..., Any]
 def keep_extremes(values: Floats, limit: int) -> NDArray[np.int64]:
     """Chooses points of a curve so that every spike stays.
 
-    A plain stride would drop most spikes of a loss, the steps that readers look for. Instead the
-    curve is cut into equal parts. Four points of each part stay: the first, the smallest, the
-    largest and the first non-finite one. The last point of the curve stays too.
+    A plain stride would drop most spikes of a loss. Instead the curve is cut into equal parts. Four
+    points of each part stay: the first, the smallest, the largest and the first non-finite one. The
+    last point of the curve stays too.
 
     Args:
         values: Values of shape [N]. NaN and infinity are gaps.

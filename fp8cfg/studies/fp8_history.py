@@ -212,7 +212,7 @@ def _merge(a: _Column, b: _Column) -> _Column:
     merged.num_steps = a.num_steps + b.num_steps
     for name, merge in STATISTICS.items():
         x, y = a.values[name], b.values[name]
-        if len(x) < len(y):  # a layer that came later
+        if len(x) < len(y):  # a layer appeared later
             x = np.append(x, np.full(len(y) - len(x), np.nan))
         if merge == "mean":
             weight = b.num_steps / merged.num_steps

@@ -91,7 +91,7 @@ class Gaps:
 
     Attributes:
         seeds: Gap of each seed in the last window.
-        curve: Gap of the window before each step. The first windows are shorter.
+        curve: Gap of the window up to each step. The first windows are shorter.
     """
 
     seeds: Mapping[int, float]
@@ -205,7 +205,7 @@ def smoothed(
     baseline: Mapping[int, Losses], other: Mapping[int, Losses], steps: Sequence[int], length: int
 ) -> Array:
     """Returns the smoothed differences of two precisions, float64 [seeds, steps]."""
-    # First the difference, then the mean: the variance of data cancels within a pair.
+    # Differences within a seed first: the variance of weights and data cancels in a pair.
     differences = [
         [other[seed][step] - losses[step] for step in steps] for seed, losses in baseline.items()
     ]

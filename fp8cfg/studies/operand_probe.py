@@ -214,7 +214,7 @@ class OperandProbe:
             amaxes: Known amaxes by role. The others are computed.
         """
         if any(tensor.numel() == 0 for tensor in tensors.values()):
-            return  # an expert that received no tokens
+            return  # an expert without tokens
         layer = self.layers[name]
         samples = [
             make_sample(

@@ -73,7 +73,7 @@ def parity(
     expect("parity", recipe, Recipe, "a Recipe")
     if ranks() > 1:
         raise ConfigError("parity: runs on one rank; for more, pass an executor, without torchrun")
-    # First the checks that take no time: the study may train for days.
+    # First the quick checks: the study may train for days.
     if output is not None:
         check_output(Path(output))
     overrides = [] if steps is None else [f"trainer.max_steps={steps}"]

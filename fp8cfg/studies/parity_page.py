@@ -166,7 +166,7 @@ def _gap_figure(report: ParityReport) -> Figure:
     largest = max(
         (abs(gap.mean) for verdict in _with_gaps(report) for gap in _curve(verdict)), default=0.0
     )
-    # The band is often much wider than the gaps, which must stay visible.
+    # The band is often much wider than the gaps. An axis for all of it would flatten them.
     reach = 1.2 * max(largest, 2 * report.study.tolerance)
     note = (
         f"Means over {report.window} steps and all seeds. In the gray band, two groups of baseline"

@@ -1,7 +1,7 @@
 """Verdicts and limits of a parity study.
 
 `judge` reads the run folders, computes the gaps (loss_gap.py) and returns the report. Limits are
-sentences on what the runs do not show: too few steps or seeds, a small model, unequal runs.
+weak points of the study: few steps or seeds, a small model, unequal runs.
 """
 
 from __future__ import annotations
