@@ -119,7 +119,7 @@ def _hint(name: str, options: list[str], value: str) -> str:
         return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
     if key in ("dry-run", "dry_run", "dryrun"):
         return "; did you mean 'fp8cfg plan'?"
-    # Compare without dashes. Otherwise the dashes alone would make two options similar.
+    # Compare without dashes. Equal dashes would make any two options similar.
     bare = {option.lstrip("-"): option for option in options}
     near = nearest(key, bare, 0.85)
     if not near:

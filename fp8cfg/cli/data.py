@@ -123,6 +123,7 @@ def _stopped_cleanly() -> Iterator[None]:
     """Context manager in which SIGTERM raises SystemExit, so that incomplete files are deleted."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """Signal handler: exits with the code of a shell for this signal."""
         sys.exit(128 + number)
 
     # Python sets signal handlers in the main thread only.

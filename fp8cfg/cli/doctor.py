@@ -102,6 +102,7 @@ def _precisions(presets: dict[str, dict[str, str]]) -> list[str]:
     reasons: list[str] = []
 
     def cell(answer: str) -> str:
+        """Formats a cell. A reason becomes its number."""
         if answer in ("runs", "emulated"):
             return answer
         if answer not in reasons:

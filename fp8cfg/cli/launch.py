@@ -55,6 +55,7 @@ def run(argv: list[str]) -> int:
     ranks = executor.ranks if isinstance(executor, TorchrunExecutor) else None
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
+        """Composes the recipe of overrides for the ranks of --local."""
         found = settled(words, arguments.one("--config-dir"), file)
         if ranks is None or found.recipe.trainer.smoke:  # a smoke run adapts to its ranks
             return found

@@ -1,4 +1,4 @@
-"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe.
+"""Launch of a run. `train`, `resume`, `rerun` and the jobs of a sweep share it.
 
 start_ranks    starts a rank on each GPU, unless a launcher has started this process
 launch         prints the plan, rejects it or trains: runs.opened_run -> loop.train
@@ -313,7 +313,10 @@ def resume(
         from fp8cfg.training import runs  # loads torch: a path without a run is an error before
 
         def launch_recipe(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> int:
+            """Trains with the recipe of one checkpoint."""
+
             def takes(other: Recipe) -> bool:
+                """Returns whether this run can resume with a suggested recipe."""
                 return can_resume(recipe, other, [*allow])
 
             return launch(recipe, open_folder, loaded, whole_line, takes, is_short=True)

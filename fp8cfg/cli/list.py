@@ -1,4 +1,4 @@
-"""`list`: prints recipes, presets and tasks with a line on each.
+"""`list`: prints recipes, presets and tasks with descriptions.
 
 Files are parsed. Recipes are only imported if another package has some.
 """

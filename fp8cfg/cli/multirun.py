@@ -231,6 +231,7 @@ def _train(
     """
 
     def own() -> RunFolder:
+        """Creates the run folder in the job's folder."""
         made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
         return made[0]
 
@@ -313,6 +314,7 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     recipes: list[Recipe] = []
 
     def build(words: Sequence[str]) -> None:
+        """Composes one combination. Raises ConfigError if it cannot run."""
         found = settled(words, config_dir, file, sweep=True)  # each job prints its notes itself
         one = found.recipe.log.folder
         refuse_if(

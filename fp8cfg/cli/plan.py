@@ -98,12 +98,13 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
+        """Composes the recipe of overrides and the file."""
         return settled(words, folder, file)
 
     found = settle(arguments.words)
     started = ranks or _launched()
     if found.problems and started is not None:
-        # The layout may need the GPUs of --gpus or of the launcher, not those of the recipe.
+        # The layout may need the GPUs of --gpus or of the launcher, not num_nodes x devices.
         nodes, devices = split_into_nodes(started)
         found = settle(
             [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]

@@ -206,7 +206,7 @@ def settled_on_ranks(
 ) -> ResolvedRecipe:
     """Composes a recipe for the ranks of a launcher. Arguments as `settled`.
 
-    If the layout does not fit num_nodes and devices of the recipe, those of the launcher are tried.
+    If the layout does not fit num_nodes and devices of the recipe, the launcher's are tried.
     """
     library = Library(Path(config_dir) if config_dir else None)
     return precedence.composed(words, library, file, base, on_ranks=True)
@@ -272,6 +272,7 @@ def whole_lines(
     """
 
     def line(fit: Fit) -> str:
+        """Returns the command line of a fit, or ""."""
         words = [*fit.words]
         for _ in range(_TIMES):
             typed = settle([word for word in changed_words(arguments, words) if not is_hydra(word)])

@@ -62,6 +62,7 @@ def run(argv: list[str]) -> int:
     before.log.folder, before.log.resume = None, "never"  # the first run's folder is taken
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
+        """Composes the recipe of overrides on top of the first run's."""
         return settled_on_ranks(words, arguments.one("--config-dir"), base=before)
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
@@ -87,6 +88,7 @@ def run(argv: list[str]) -> int:
     exactly = Path(recipe.log.folder) if recipe.log.folder else None
 
     def folder() -> RunFolder:
+        """Creates the run folder. Only the first rank calls it."""
         key = "log.folder" if exactly else "log.dir"
         made.append(
             RunFolder.create(
@@ -111,7 +113,7 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
-    """Returns a line for each difference from the first run: keys, environment, data."""
+    """Lists the differences from the first run: keys, environment, data."""
     from fp8cfg.training.data import run_data
 
     keys = changes(before, recipe)
@@ -135,7 +137,8 @@ UNIMPORTANT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
 
 
 def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
-    """Returns a line for each part of the first run with another recipe than the last one."""
+    """Lists the parts of the first run with another recipe than its last one."""
+    # A resume can change the recipe, but a rerun has one recipe from start to end.
     lines = []
     for step, recipe in _compared_or(first.past_recipes, "earlier recipes", missing) or []:
         keys = [key for key in changes(before, recipe) if not matches(key, UNIMPORTANT)]

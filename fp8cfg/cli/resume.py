@@ -58,9 +58,12 @@ def run(argv: list[str]) -> int:
         before, step = runs.newest_recipe(folder, choice)
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
+        """Composes the recipe of overrides on top of the checkpoint's."""
         return settled_on_ranks(words, config_dir, base=before)
 
     def change(base: Recipe) -> Recipe:
+        """Applies the overrides to the recipe of the loaded checkpoint, with notes."""
+        # Called again for each older checkpoint if the newest one is damaged.
         resolved = settled_on_ranks(arguments.words, config_dir, base=base)
         refuse_if(resolved.problems)
         say(resolved.notes)
@@ -89,6 +92,7 @@ def run(argv: list[str]) -> int:
     refuse_changes(before, resolved.recipe, allow, causes, step=step)
 
     def takes(other: Recipe) -> bool:
+        """Returns whether this run can resume with a suggested recipe."""
         return can_resume(resolved.recipe, other, allow)
 
     code = launch_run.start_ranks(resolved, ["resume", *argv], whole_line, takes)

@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
 
 def _split(argv: list[str]) -> Arguments:
     """Splits the arguments into run folder, prompt and options."""
-    # Not by `split` alone: a prompt may have a "=" or begin with "+", which would be an override.
+    # `split` would take a prompt with "=" or a leading "+" as an override.
     prompts, left, after = list[str](), list[str](), ""
     options = before_end(argv)
     for word in options:

@@ -61,6 +61,7 @@ def run(argv: list[str]) -> int:
     hydra.refuse_idle(arguments)
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
+        """Composes the recipe of overrides and the file."""
         return settled_on_ranks(words, arguments.one("--config-dir"), file)
 
     resolved = resolve([word for word in arguments.words if not is_hydra(word)])
@@ -95,6 +96,7 @@ def run(argv: list[str]) -> int:
     now = datetime.now()
 
     def create() -> RunFolder:
+        """Creates the run folder. Only the first rank calls it."""
         return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), path, key=key)
 
     return launch_run.launch(recipe, create, None, whole_line)

@@ -1,4 +1,7 @@
-"""Training data: corpora, token files, sample order and batches. NumPy only; torch in the last step."""
+"""Training data: corpora, token files, sample order and batches.
+
+The package uses NumPy. Only the last step of a batch needs torch.
+"""
 
 from __future__ import annotations
 

@@ -178,15 +178,19 @@ def _generation() -> Any:
     from jinja2.parser import Parser
 
     class Generation(Extension):
+        """Marks the text of the block."""
+
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Parser) -> nodes.Node:
+            """Parses a block."""
             # The block becomes a call of _mark with its rendered text.
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
+            """Renders the block between marks."""
             return f"{BEGIN}{caller()}{END}"
 
     return Generation
@@ -226,6 +230,8 @@ def _namespace() -> Any:
     from jinja2.utils import Namespace
 
     class PlainNamespace(Namespace):
+        """Namespace that rejects names such as __class__, a way out of the sandbox."""
+
         # Without a parameter `self`, so that a template can have an attribute of this name.
         def __init__(*args: Any, **values: Any) -> None:
             self, *given = args
@@ -240,6 +246,7 @@ def _namespace() -> Any:
 
         @staticmethod
         def plain(name: Any) -> None:
+            """Raises SecurityError for a name with a leading underscore."""
             if isinstance(name, str) and name.startswith("_"):
                 raise SecurityError(f"a namespace has no {name!r}")
 
@@ -455,10 +462,13 @@ class Conversations:
 
     @property
     def masked(self) -> bool:
+        """See Drawn."""
         return True
 
     @cached_property
     def sha256(self) -> str:
+        """Fingerprint of tokens, loss mask and borders."""
+        # Fixed dtypes, so that the fingerprint is equal on all machines.
         digest = hashlib.sha256(f"{self.pad} {len(self)}\n".encode())
         for part, dtype in (
             (self.tokens, "<i4"),
@@ -472,15 +482,18 @@ class Conversations:
         return len(self.starts) - 1
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See Drawn. A place is the number of a conversation."""
         places = np.empty(len(cursor), dtype=np.int64)
         for epoch, here, index in epochs(cursor, len(self)):
             places[here] = permute(index, len(self), seed, epoch)
         return places
 
     def spread(self, count: int) -> np.ndarray:
+        """See Samples."""
         return np.arange(count) * len(self) // count
 
     def read(self, places: np.ndarray) -> Rows:
+        """Returns tokens, padded with `pad`, and targets, padded with IGNORED."""
         tokens = np.full((len(places), self.seq_length), self.pad, dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         for row, place in enumerate(places.tolist()):
@@ -492,6 +505,7 @@ class Conversations:
         return tokens, targets
 
     def origins(self, places: np.ndarray) -> list[Origin]:
+        """See Drawn. The document is the number of a row in the files."""
         return [{"document": int(self.rows[place]), "offset": 0} for place in places.tolist()]
 
     def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:

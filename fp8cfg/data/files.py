@@ -55,7 +55,7 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
     Args:
         root: A file, a folder that is searched recursively, or a pattern such as `shards/*.jsonl`.
         suffixes: Endings of file names in a folder, in lower case.
-        kind: What the files are, for errors.
+        kind: Name of such a file, for errors.
 
     Returns:
         The files in a fixed order, and the number of links in a folder, which are skipped.

@@ -218,10 +218,12 @@ class Windows:
 
     @property
     def masked(self) -> bool:
+        """See Drawn."""
         return self.eod is not None
 
     @cached_property
     def sha256(self) -> str:
+        """See Drawn."""
         return fingerprint(self.tokens)
 
     def __len__(self) -> int:
@@ -229,6 +231,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.seq_length
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See Drawn. A place is the first token of a window. It may exceed n, since tokens wrap."""
         starts = np.empty(len(cursor), dtype=np.int64)
         for epoch, here, index in epochs(cursor, len(self)):
             order = permute(index, len(self), seed, epoch)
@@ -236,9 +239,11 @@ class Windows:
         return starts
 
     def spread(self, count: int) -> np.ndarray:
+        """See Samples. Windows start at multiples of seq_length, without an epoch's offset."""
         return np.arange(count) * len(self) // count * self.seq_length
 
     def read(self, places: np.ndarray) -> Rows:
+        """See Drawn."""
         positions = (places[:, None] + np.arange(self.seq_length + 1)) % len(self.tokens)
         # Token files are not checked when they are opened, so each window is checked here.
         window = self.tokens[positions].astype(np.int64)
@@ -252,6 +257,7 @@ class Windows:
         return rows_of(window, self.eod, self.end)
 
     def origins(self, places: np.ndarray) -> list[Origin]:
+        """See Drawn. Without known documents, the origin is a token of the corpus."""
         starts = (places % len(self.tokens)).tolist()
         if self.documents is None:
             return [{"token": start} for start in starts]
@@ -378,14 +384,17 @@ class Mixture:
 
     @property
     def seq_length(self) -> int:
+        """Tokens per sample, equal for all sources."""
         return self.sources[0].seq_length
 
     @property
     def masked(self) -> bool:
+        """See Drawn."""
         return any(source.masked for source in self.sources)
 
     @cached_property
     def sha256(self) -> str:
+        """Fingerprint of the sources and their weights."""
         said = [
             f"{part} {source.sha256}"
             for part, source in zip(self._schedule[0], self.sources, strict=True)
@@ -405,6 +414,7 @@ class Mixture:
         return most
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See Drawn. Each source has epochs independent of the others."""
         which, index = self._dealt(cursor)
         places = np.stack([which, index], axis=1)
         for number, source in enumerate(self.sources):
@@ -416,6 +426,7 @@ class Mixture:
         return places
 
     def spread(self, count: int) -> np.ndarray:
+        """See Samples. Sources keep their weights."""
         which, index = self._dealt(np.arange(count))
         places = np.stack([which, index], axis=1)
         for number, taken in enumerate(self._counts(count).tolist()):
@@ -424,6 +435,8 @@ class Mixture:
         return places
 
     def read(self, places: np.ndarray) -> Rows:
+        """See Drawn."""
+        # One read per source, scattered to the rows of its samples.
         rows: list[np.ndarray] = []
         for number, source in enumerate(self.sources):
             here = places[:, 0] == number
@@ -437,6 +450,7 @@ class Mixture:
         return tuple(rows)
 
     def origins(self, places: np.ndarray) -> list[Origin]:
+        """See Drawn. "part" is the number of the source."""
         found: list[Origin] = []
         for place in places:
             number = int(place[0])

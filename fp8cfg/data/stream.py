@@ -197,16 +197,20 @@ class Stream:
 
     @property
     def masked(self) -> bool:
+        """See Drawn."""
         return self._eod is not None
 
     @property
     def sha256(self) -> str:
+        """See Drawn."""
         return self.shards.sha256
 
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See Drawn. A stream is not shuffled, so places are the numbers of samples."""
         return cursor
 
     def read(self, places: np.ndarray) -> Rows:
+        """See Drawn."""
         return rows_of(
             np.stack([self._at(number) for number in places.tolist()]).astype(np.int64),
             self._eod,
@@ -214,6 +218,7 @@ class Stream:
         )
 
     def origins(self, places: np.ndarray) -> list[Origin]:
+        """See Drawn. Files may change during a run, so origins have file and row."""
         found: list[Origin] = []
         for number in places.tolist():
             cursor = self.cursor(number)
@@ -291,6 +296,7 @@ class Stream:
         epoch: int | None = None
 
         def on_bad_row(error: DataError) -> None:
+            """Counts a bad row, or raises its error."""
             # No row has had text yet: data.text_key is probably wrong.
             if epoch is None:
                 raise error
@@ -299,6 +305,7 @@ class Stream:
                 self.last_skipped = str(error)
 
         def texts() -> Iterator[bytes]:
+            """Yields the texts, and queues their positions."""
             nonlocal epoch
             for cursor, text in self.shards.texts(start, on_bad_row):
                 epoch = cursor.epoch
@@ -328,10 +335,12 @@ class StreamBatches(Batches):
     samples: Stream
 
     def state(self, step: int) -> dict[str, Any]:
+        """See Batches. Adds the cursor of the next sample."""
         cursor = self.samples.cursor(step * self.global_batch_size)
         return super().state(step) | {"corpus_sha256": self.sha256, "stream": cursor._asdict()}
 
     def resume(self, state: Mapping[str, Any]) -> int:
+        """See Batches. Moves the stream to the cursor."""
         step = super().resume(state)
         if not isinstance(place := state.get("stream"), Mapping):
             raise DataError("cannot resume: the checkpoint has no place in a stream")
@@ -341,6 +350,7 @@ class StreamBatches(Batches):
         return step
 
     def _identity(self) -> dict[str, Any]:
+        """See Batches. Without the fingerprint, since shards may be added between runs."""
         return {key: value for key, value in super()._identity().items() if key != "corpus_sha256"}
 
 

@@ -1,3 +1,6 @@
-"""Reports: coverage, memory, the machine, plans and explanations of keys. Loads no torch on import."""
+"""Reports for users: headers of runs, exports, templates, differences and explanations of keys.
+
+Importing this package does not load torch.
+"""
 
 from __future__ import annotations

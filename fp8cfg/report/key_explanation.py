@@ -55,7 +55,7 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
     if found:
         return f"refused: {found[0]}"
     value = flat(recipe)[key]
-    # A value other than the default: ask what the rules would say if the user had written it.
+    # Not the default: find the message of the rules if the user had written this value.
     if value != flat(Recipe())[key]:
         tacit = _answer(recipe, key, value) or ""
         return _none(tacit) if _INERT in tacit else "takes effect"
@@ -257,6 +257,7 @@ class Explanation:
         return _node_text(self) if self.is_node else _key_text(self)
 
     def _repr_html_(self) -> str:
+        """Returns the explanation for notebooks."""
         title = self.key if self.is_node else f"{self.key} = {shown(self.value)}"
         head = f"<div><b>{html.escape(title)}</b></div><div>{html.escape(self.description)}</div>"
         if self.is_node:
@@ -401,7 +402,7 @@ def _short(value: str) -> str:
 
 
 def source_text(layer: Layer, key: str) -> str:
-    """Describes the source of a value, in one line.
+    """Describes the source of a value.
 
     Args:
         layer: The layer that set the value.

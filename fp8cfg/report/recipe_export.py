@@ -210,6 +210,7 @@ class _Generator(GenerateJsonSchema):
     """Schema generator without titles: pydantic derives them from the keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
+        """Overrides pydantic's default, which is True for most fields."""
         return False
 
 

@@ -24,7 +24,7 @@ from fp8cfg.schema.tables import amount, labeled, size
 
 
 def header(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
-    """Returns the header of a new run. The lines of the run folder and the data are printed elsewhere.
+    """Returns the header of a new run, without the lines on run folder and data.
 
     Args:
         recipe: The recipe, as it runs here.

@@ -28,7 +28,8 @@ _NEEDED = {os.open, os.stat, os.mkdir, os.rename, os.unlink}
 
 
 class StrangeFile(Fp8cfgError):
-    """A link, a pipe or a device in a run folder, where a file or a folder of ours should be. Exit code 2."""
+    """A link, a pipe or a device in a run folder, where a file or a folder of ours should be.
+    Exit code 2."""
 
     exit_code = 2
 
@@ -132,7 +133,7 @@ class FolderDescriptor:
             flags: Flags of os.open.
             mode: Permission bits of a new file, before the umask.
         """
-        # O_NOFOLLOW only covers the last part of a path, so each parent is opened by itself.
+        # O_NOFOLLOW only covers the last part of a path, so each parent is opened separately.
         *above, last = Path(name).parts
         at = self.descriptor
         try:

@@ -81,7 +81,7 @@ def parse(place: str, line: bytes) -> dict[str, Any]:
 
 
 def _quote(line: bytes) -> str:
-    """Returns the beginning of a line for an error."""
+    """Quotes the beginning of a line, for errors."""
     return repr(line[:80].decode(errors="replace").rstrip())
 
 

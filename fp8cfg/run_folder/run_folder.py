@@ -1,4 +1,7 @@
-"""Run folder: the recipe, environment, checkpoints and metrics of one run, with a lock against a second process."""
+"""Run folder: recipe, environment, checkpoints and metrics of one run.
+
+A lock keeps a second process out.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ if TYPE_CHECKING:
 
 
 class RunFolderError(Fp8cfgError):
-    """A folder that is not a run folder, or a name or folder that a new run cannot have. Exit code 2."""
+    """A folder that is not a run folder, or a name or folder that a new run cannot have.
+    Exit code 2."""
 
     exit_code = 2
 
@@ -289,6 +293,7 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
+        """Returns a summary for notebooks."""
         try:
             recipe = self.read_recipe()
             text = f"{recipe.name}, {recipe.trainer.max_steps} steps"
