@@ -440,8 +440,8 @@ def prepare(
 ) -> Prepared:
     """Tokenizes a source into token files, for `fp8cfg data prepare`.
 
-    A run on the source has equal tokens, and so equal losses. Documents are streamed. Both files get
-    their names when they are complete.
+    A run on the source has equal tokens, and so equal losses. Documents are streamed. The files get
+    their names when both are complete.
 
     Args:
         out: Prefix of the files. ".bin" and ".idx" are added.
