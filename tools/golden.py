@@ -210,8 +210,9 @@ class Checkout:
 
     def verbs(self) -> list[str]:
         text = self.python("-m", "fp8cfg", "--help", cwd=self.folder).stdout
-        section = text.split("\n\n")[2]
-        return re.findall(r"^  (\w+)  ", section, re.MULTILINE)
+        # Its place differs between commits, and all have `plan`.
+        verbs = next(part for part in text.split("\n\n") if "\n  plan  " in part)
+        return re.findall(r"^  (\w+)  ", verbs, re.MULTILINE)
 
 
 def record_losses(checkout: Checkout) -> str:
