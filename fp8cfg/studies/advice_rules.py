@@ -444,6 +444,8 @@ def _growth(series: AmaxSeries, role: int, candidate: Candidate, measured: Seque
     values = [float(step[role]) for step in series.steps]
     ratios = []
     for step in measured:
+        if step > len(values):
+            break  # the layer did not run again
         # The scale of a step comes from earlier steps only. Index step - 1 is the step itself.
         window = values[max(0, step - 1 - candidate.fp8.amax_history_len) : step - 1]
         history = max(window, default=0.0)

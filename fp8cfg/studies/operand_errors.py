@@ -381,12 +381,14 @@ class AmaxSeries:
     """Amaxes of the three tensors of a layer over the steps of a run.
 
     Attributes:
-        steps: Amaxes of input, weight and grad_output in each finished step, float32 [3].
+        steps: Amaxes of input, weight and grad_output in each step up to the last one in which the
+            layer ran, float32 [3].
     """
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
         self._current: Tensor | None = None
+        self._num_idle = 0
 
     def record(self, role: int, t: Tensor) -> Tensor:
         """Folds a tensor into the amaxes of this step. Returns its own amax, float32 []."""
@@ -400,9 +402,14 @@ class AmaxSeries:
 
     def end_step(self) -> None:
         """Adds the amaxes of this step to the history."""
-        if self._current is not None:
-            self.steps.append(self._current)
+        if self._current is None:
+            self._num_idle += 1
+            return
+        # An idle layer, such as an expert without tokens, has an amax of 0 in its history.
+        self.steps += [torch.zeros_like(self._current)] * self._num_idle
+        self.steps.append(self._current)
         self._current = None
+        self._num_idle = 0
 
     def scale(self, role: int, scaling: Scaling) -> Tensor | None:
         """Returns the current scale of delayed scaling, float32 [], or None in the first step."""

@@ -210,6 +210,20 @@ def test_a_growing_tensor_asks_for_margin_and_a_shrinking_one_for_a_shorter_hist
     )
 
 
+def test_an_idle_layer_has_a_history_of_zeros() -> None:
+    series = AmaxSeries()
+    for size in (None, 2.0, None, None, 6.0, None):
+        if size is not None:
+            series.record(INPUT, torch.full((4, 4), size, dtype=torch.float32))
+        series.end_step()
+    assert [float(step[INPUT]) for step in series.steps] == [0.0, 2.0, 0.0, 0.0, 6.0]
+    error = LayerError("a", "delayed", "fprop", 0.5, 0.06, "input", 6.0, 0.0, 0.1)
+    found = delayed_overrides(
+        candidate("bf16_fp8"), {"a": [error]}, {"a": series}, measured=[2, 4, 5, 6]
+    )
+    assert [override.word for override in found] == ["fp8.margin=2"]
+
+
 # --- planted trouble
 
 
