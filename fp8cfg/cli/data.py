@@ -103,7 +103,7 @@ def _tokenizer(name: str | None) -> Tokenizer:
 
 
 def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
-    """Returns the command that trains on the files."""
+    """Returns the command to train on the files."""
     words = [
         "fp8cfg",
         "data=tokens",
@@ -120,7 +120,7 @@ def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
 
 @contextmanager
 def _stopped_cleanly() -> Iterator[None]:
-    """Context manager in which SIGTERM raises SystemExit, so that incomplete files are deleted."""
+    """Context manager to raise SystemExit after SIGTERM. Incomplete files are then deleted."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Signal handler: exits with the code of a shell for this signal."""

@@ -1,4 +1,4 @@
-"""`explain`: prints type, default, meaning and effect of a key, and the layers that set it."""
+"""`explain`: prints type, default, meaning, effect and layers of a key."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
 
 
 def _keys_by_value() -> dict[str, str]:
-    """Returns the key of each value that belongs to one key only, by value."""
+    """Returns keys by value, for values of one key only."""
     keys: dict[str, set[str]] = {}
     for key, field in fields().items():
         for option in options(field.annotation):

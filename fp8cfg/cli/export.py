@@ -101,7 +101,7 @@ _INSTEAD = {
     "sbatch": "write: fp8cfg export slurm",
     "onnx": "is not written; fp8cfg export hf writes weights as transformers loads them",
 }
-"""Advice for other names, such as programs that read the files of another export."""
+"""Advice for other names, such as programs with support for another export."""
 
 
 def run(argv: list[str]) -> int:
@@ -200,7 +200,7 @@ def refuse_what_is_there(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Context manager for a new folder that gets its name at the end of the block.
+    """Context manager for a new folder. It gets its name at the end of the block.
 
     After an error the folder is deleted, so an incomplete export never has the final name.
 
@@ -294,7 +294,7 @@ def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
 
 
 def _copy(folder: Path, names: Sequence[str], out: Path) -> None:
-    """Copies the files of these names that exist in `folder`."""
+    """Copies files from `folder`. Missing ones are skipped."""
     for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
@@ -310,7 +310,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
             f"{named}: it trained only adapters, its other weights are the base model's; write --merge to"
             f" add them to these, or: fp8cfg export peft {named} OUT"
         )
-    # Merging would change the shared weight, and so the embedding, which had no adapter.
+    # Merging would change the shared weight, and so the embedding too. It had no adapter.
     tied = found.recipe.model.share_embeddings_and_output_weights
     if (
         merge
@@ -334,7 +334,7 @@ def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype:
             f"--fp8 {fp8}: {family.architecture} multiplies by Conv1D, for which there is no FP8"
             " layout; write BF16"
         )
-    # Quantize the layers that the run had in FP8. After a run without FP8, quantize all layers.
+    # Quantize the FP8 layers of the run. After a run without FP8, quantize all layers.
     planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
     hf_export.write(
         out,

@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         found = settled(words, arguments.one("--config-dir"), file)
         if ranks is None or found.recipe.trainer.smoke:  # a smoke run adapts to its ranks
             return found
-        # --local also sets trainer.devices, so that the layout is checked for these ranks.
+        # --local also sets trainer.devices: the layout must fit these ranks.
         return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
 
     found = settle(arguments.words)
@@ -94,7 +94,7 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
 
 def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
     """Returns an error if this machine has fewer GPUs than ranks."""
-    # Without any GPU, accelerator=auto runs on the CPU, which takes any number of ranks.
+    # Without any GPU, accelerator=auto runs on the CPU, with any number of ranks.
     if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.count_gpus()) < ranks:
         return [
             f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
@@ -106,7 +106,7 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
 def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine | None) -> list[str]:
     """Returns an error if the recipe needs several machines, with --local.
 
-    If nothing else is wrong, `whole_line` adds a command that runs here.
+    If nothing else is wrong, `whole_line` adds a command for this machine.
     """
     t = recipe.trainer
     if ranks is None or t.num_nodes == 1 or t.smoke:
@@ -124,8 +124,8 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine |
 def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
     """Raises ConfigError if the layout or the memory of this machine does not suffice.
 
-    The error has a command that runs here. This check comes before the run folder is created. Each
-    rank checks the free memory of its GPU later.
+    The error has a command for this machine. This check comes before the run folder is created.
+    Each rank checks the free memory of its GPU later.
     """
     from fp8cfg.training.data import refuse_absent
 

@@ -1,4 +1,4 @@
-"""Output of commands: a standard output that may close, Ctrl-C during imports, and --output."""
+"""Output of commands: closed standard output, Ctrl-C during imports, and --output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IMPORT = "<frozen importlib._bootstrap>"
 
 @contextmanager
 def ending_imports() -> Iterator[None]:
-    """Context manager in which Ctrl-C during an import exits with code 130.
+    """Context manager to exit with code 130 after Ctrl-C during an import.
 
     Outside of imports it raises KeyboardInterrupt as usual.
     """
@@ -52,11 +52,11 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
 
 
 GONE = (errno.EPIPE, errno.EIO)
-"""Errors of a write to a pager that has exited or to a closed terminal."""
+"""Errors of a write after the pager has exited or the terminal was closed."""
 
 
 class Patient:
-    """Wrapper of a stream that discards output once its reader is gone.
+    """Stream wrapper. It discards output once the reader is gone.
 
     A run should not fail because its pager or terminal was closed.
     """
@@ -88,7 +88,7 @@ class Patient:
 
     def _give_up(self) -> None:
         """Redirects the stream to /dev/null."""
-        # At the descriptor: the stream still has buffered text, which a later flush writes.
+        # At the descriptor, because a later flush still writes the buffered text.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -96,7 +96,7 @@ class Patient:
 
 @contextmanager
 def patient_stdout() -> Iterator[None]:
-    """Context manager in which a closed standard output is no error."""
+    """Context manager to ignore a closed standard output."""
     before = sys.stdout
     if before is not None:
         sys.stdout = Patient(before)

@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
     if not resolved.layout_alone:
         refuse_if(resolved.problems)
     causes = {short(each.key): each.cause for each in resolved.changes}
-    # Before ranks start, so that one process prints the error. Each rank checks again.
+    # Before ranks start: one process prints the error. Each rank checks again.
     refuse_changes(before, resolved.recipe, allow, causes, step=step)
 
     def takes(other: Recipe) -> bool:

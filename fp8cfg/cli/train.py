@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
         return code
 
     level = resolved.recipe.log.level
-    say(resolved.notes, level)  # here, so that the started ranks print them
+    say(resolved.notes, level)  # only here: with several ranks, the started ranks print them
     recipe = launch_run.cut_to_ranks(resolved.recipe)
     if path:
         unused = remarks.unused_log_dir(log, "hydra.run.dir", str(path))

@@ -15,7 +15,7 @@ class DataError(ValueError):
 
 
 def require(path: Path, candidates: list[str] | None = None) -> os.stat_result:
-    """Returns the status of a path that must exist.
+    """Returns the status of a path. It must exist.
 
     Args:
         path: File or folder.
@@ -35,7 +35,7 @@ def require(path: Path, candidates: list[str] | None = None) -> os.stat_result:
 
 
 def _nearest(path: Path, candidates: list[str] | None) -> str:
-    """Suggests an existing name for a missing path, or the deepest folder that exists."""
+    """Suggests an existing name for a missing path, or the deepest existing folder."""
     folder = path.parent
     if not os.path.isdir(folder):
         while not os.path.isdir(folder):
@@ -53,12 +53,12 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
     """Finds the files at a path.
 
     Args:
-        root: A file, a folder that is searched recursively, or a pattern such as `shards/*.jsonl`.
+        root: A file, a folder (searched recursively), or a pattern such as `shards/*.jsonl`.
         suffixes: Endings of file names in a folder, in lower case.
         kind: Name of such a file, for errors.
 
     Returns:
-        The files in a fixed order, and the number of links in a folder, which are skipped.
+        The files in a fixed order, and the number of skipped links in a folder.
 
     Raises:
         DataError: No such file, or not a regular file.
@@ -87,7 +87,7 @@ def is_pattern(path: Path) -> bool:
 
 
 def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
-    """Returns the files that match a pattern, in the order of `files_under`."""
+    """Returns the files of a pattern, in the order of `files_under`."""
     # Links are followed here: the user asked for these names.
     above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     names = glob.glob(str(pattern), recursive=True)
@@ -138,7 +138,7 @@ def _ordered(paths: list[Path], root: Path) -> list[Path]:
 
 
 def _raise(error: OSError) -> None:
-    """Raises DataError for an unreadable folder, which os.walk would skip silently."""
+    """Raises DataError for an unreadable folder. os.walk would skip it silently."""
     raise DataError(f"{error.filename}: this folder cannot be read ({error.strerror})") from error
 
 

@@ -218,7 +218,7 @@ class Stream:
         )
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """See Drawn. Files may change during a run, so origins have file and row."""
+        """See Drawn. Origins have the epoch, the file with the row, and the token in it."""
         found: list[Origin] = []
         for number in places.tolist():
             cursor = self.cursor(number)

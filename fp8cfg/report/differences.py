@@ -13,7 +13,7 @@ Pairs = dict[str, tuple[Any, Any]]
 
 
 def keys(a: Recipe, b: Recipe) -> Pairs:
-    """Returns the values of both recipes for each key that differs, by short name."""
+    """Compares two recipes. Returns both values of each different key, by short name."""
     return a.diff(b)
 
 
@@ -25,14 +25,14 @@ def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
         b: The second record.
 
     Returns:
-        Both versions of each package, Python, CUDA, GPU list and commit that differs.
+        Both values of each difference in packages, Python, CUDA, GPUs and commit.
     """
     return pairs(_versions(a), _versions(b))
 
 
 def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
-    """Returns both values for each key that differs. A missing key has the value None."""
-    # A list and not a set, so that the order of rows is the order of keys.
+    """Returns both values of each different key. A missing key has the value None."""
+    # A list and not a set, to keep the order of keys in the table.
     return {
         k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)
     }
@@ -59,7 +59,7 @@ def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
 
 def _table(title: str, found: Pairs) -> str:
     """Formats one table, or one block per key if the terminal is too narrow."""
-    # No leaf of a graph is null. So None means that the graph does not have this leaf.
+    # No leaf of a graph is null, so None is a missing leaf.
     rows = [
         [key, *("-" if title == "leaf" and v is None else shown(v) for v in both)]
         for key, both in found.items()
@@ -79,7 +79,7 @@ def _table(title: str, found: Pairs) -> str:
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens the entries of an environment record that `versions` compares."""
+    """Flattens the entries of an environment record for `versions`."""
     # A damaged or old file may have no mapping here.
     packages, code = (
         {**found} if isinstance(found := environment.get(k), dict) else {}

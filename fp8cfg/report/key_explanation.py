@@ -45,7 +45,7 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
     Args:
         recipe: The recipe.
         key: Full name of the key.
-        written: Short names of the keys that the user set.
+        written: Short names of the user's keys.
 
     Returns:
         "takes effect", "no effect ..." with the reason, the resolved value of "auto" or null, or
@@ -64,7 +64,7 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
     answers = [line for other in others if (line := _answer(recipe, key, other)) is not None]
     if answers and all(_INERT in line for line in answers):
         return _none(answers[0])
-    # An empty answer means that the rules accept this value.
+    # For an empty answer the rules accept the value.
     if _resolved(recipe, key) or not all(answers) or not complete:
         return _resolved(recipe, key) or "takes effect"
     reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
@@ -72,7 +72,7 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
 
 
 def _ranks(recipe: Recipe) -> int:
-    """Returns the number of data-parallel ranks that the recipe is meant for."""
+    """Returns the number of data-parallel ranks from num_nodes and devices."""
     t = recipe.trainer
     # Context-parallel ranks are included: they have the same parameters.
     return max(
@@ -92,8 +92,8 @@ def _none(line: str) -> str:
 def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
     """Returns the message of the rules if a user set `key` to `value`.
 
-    A message that the key has no effect comes first. "" means that no rule is broken, None that the
-    schema rejects the value.
+    A message "has no effect" comes first. The result is "" if all rules accept the value, and None
+    if the schema rejects it.
     """
     try:
         other = assigned(recipe, {key: value})
@@ -130,7 +130,7 @@ def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
 
 
 def _resolved(recipe: Recipe, key: str) -> str:
-    """Returns the value that "auto" or null resolves to, as text. "" for other values."""
+    """Describes the resolved value of "auto" or null. Returns "" for other values."""
     columns = {
         f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()
     }
@@ -338,7 +338,7 @@ def _from_object(recipe: Recipe) -> ResolvedRecipe:
 
 
 def _key_text(e: Explanation) -> str:
-    """Formats the explanation of a key. An arrow marks the layer that won."""
+    """Formats the explanation of a key. An arrow marks the winning layer."""
     lines = [
         wrapped(f"{e.key} = {shown(e.value)}", more="    "),
         wrapped(e.description, "  ", "  "),
@@ -351,7 +351,7 @@ def _key_text(e: Explanation) -> str:
     width = min(_VALUE, max(map(len, values)))
     for layer, value in zip(e.layers, values, strict=True):
         mark, where = "  ->" if layer is e.layers[-1] else "    ", source_text(layer, e.full_name)
-        # A long value gets its own line, so that the column of sources stays aligned.
+        # A long value gets its own line, to keep the column of sources aligned.
         if len(value) <= width:
             lines.append(wrapped(f"{value:{width}}  {where}", f"{mark} ", " " * (width + 7)))
         else:
@@ -405,7 +405,7 @@ def source_text(layer: Layer, key: str) -> str:
     """Describes the source of a value.
 
     Args:
-        layer: The layer that set the value.
+        layer: The layer of the value.
         key: Full name of the key.
 
     Returns:

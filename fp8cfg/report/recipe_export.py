@@ -40,7 +40,7 @@ class Deltas:
     Attributes:
         recipe: Name of the shipped recipe.
         presets: Names of shipped presets by group.
-        values: Values that differ, by full key.
+        values: Different values by full key.
     """
 
     recipe: str
@@ -55,16 +55,16 @@ def deltas(
 
     Args:
         recipe: The recipe.
-        named: Shipped recipe and presets that the user chose, by group. They are kept. For other
+        named: The user's choice of shipped recipe and presets, by group. It is kept. For other
             groups the nearest shipped one is used.
-        groups: Groups that may have a preset in the result.
+        groups: Groups with a preset in the result.
     """
     want, presets, makers = flat(recipe), dict[str, str](), recipe_registry.recipes()
     names = [named["recipe"]] if "recipe" in named else makers
     base, values = _nearest({name: flat(makers[name]()) for name in names}, want)
     for group in groups:
         name, node = _nearest(_shipped(group, named.get(group)), want)
-        # A preset that nobody chose must reduce the differences.
+        # Without a choice of the user, a preset must reduce the differences.
         nearer = _apart(node, want) < _apart({key: values[key] for key in node}, want)
         if (group in named or nearer) and (
             group == "precision" or node.items() <= want.items()
@@ -76,17 +76,17 @@ def deltas(
 
 def _nearest(tables: dict[str, dict[str, Any]], want: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the values of the nearest table."""
-    # Ties go to the first name, so that exports are the same in each run.
+    # Ties go to the first name, for reproducible exports.
     name = min(tables, key=lambda name: (_apart(tables[name], want), name))
     return name, tables[name]
 
 
 def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
-    """Returns a distance that sorts by importance.
+    """Returns a distance, with the most important differences first.
 
     Returns:
-        Whether FP8 or its scaling differs, whether the compute dtype differs, the number of storage
-        keys that differ, and the number of all keys that differ.
+        Whether FP8 or its scaling differs, whether the compute dtype differs, the number of
+        different storage keys, and the number of all different keys.
     """
     keys = _differing(values, want)
     columns = sum(k.startswith(f"{PLUGIN}.storage.") for k in keys)
@@ -155,7 +155,7 @@ def json_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
         json.dumps(listed(recipe) if full else as_data(recipe, named), indent=1, ensure_ascii=False)
         + "\n"
     )
-    # A path with bytes that are not UTF-8 has surrogates, which a UTF-8 file cannot have.
+    # A path with invalid UTF-8 has surrogates. They cannot be written to a file.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -176,7 +176,7 @@ def python_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
     module = "fp8cfg.recipes" if make.__module__.startswith("fp8cfg.recipes.") else make.__module__
     lines = [f"recipe = {found.recipe}()"]
     if "precision" in found.presets:
-        # Several functions can return one preset. Reversed, so that the first name wins.
+        # Several functions can return one preset. In reverse order the first name wins.
         functions = {stem: name for name, stem in reversed(FUNCTIONS.items())}
         lines.append(f"recipe.precision = fp8cfg.{functions[found.presets['precision']]}()")
     lines += [f"recipe.{short(key)} = {value!r}" for key, value in found.values.items()]
@@ -210,7 +210,7 @@ class _Generator(GenerateJsonSchema):
     """Schema generator without titles: pydantic derives them from the keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """Overrides pydantic's default, which is True for most fields."""
+        """Overrides pydantic's default, True for most fields."""
         return False
 
 
@@ -315,9 +315,9 @@ def key_schema(key: str) -> dict[str, Any]:
 
 
 def _dotted() -> dict[str, Any]:
-    """Returns schemas of dotted names such as fp8.margin, which a file may have at its top.
+    """Returns schemas of dotted names at the top of a file, such as fp8.margin.
 
-    They are patterns and not properties, so that editors accept them but do not offer them.
+    They are patterns and not properties: editors accept them, but do not offer them.
     """
     found = {}
     for key in fields():
@@ -337,7 +337,7 @@ def _dotted() -> dict[str, Any]:
 
 
 def _any_case(schema: Any) -> Any:
-    """Returns a copy of a schema that accepts choices in any case.
+    """Returns a copy of a schema with choices in any case.
 
     The plain choices stay first in each `anyOf`, because editors offer them.
     """

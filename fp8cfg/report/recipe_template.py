@@ -25,8 +25,7 @@ _SENTENCE_END = re.compile(r"(?<=\.)\s")
 def commented_yaml(recipe: Recipe, named: Mapping[str, str], file: str) -> str:
     """Returns YAML that composes `recipe`, with all other keys as comments.
 
-    A commented key has the value that the recipe has now. Keys without effect under the recipe are
-    only listed.
+    A commented key has its current value. Keys without effect under the recipe are only listed.
 
     Args:
         recipe: The recipe.
@@ -82,8 +81,8 @@ def _head(file: str) -> list[str]:
 
 
 def _idle_keys(recipe: Recipe) -> set[str]:
-    """Returns the full keys that a user must not set under this recipe, at the values they have."""
-    # With all keys marked as written, the rules report each one that has no effect.
+    """Returns full names of the keys without effect under this recipe, at their current values."""
+    # With all keys marked as written, the rules report each key without effect.
     refused = violations(recipe, written=short_keys())
     return {full(violation.setting.partition("=")[0]) for violation in refused} & fields().keys()
 

@@ -144,7 +144,7 @@ def _loss_scaling(recipe: Recipe) -> dict[str, Any]:
 
 
 def _fp8_keys(recipe: Recipe) -> dict[str, Any]:
-    """Returns the main keys of the fp8 node and all that differ from their defaults."""
+    """Returns the main keys of the fp8 node, and other keys unless they have their defaults."""
     fp8 = recipe.fp8
     names = ["enabled", "scaling", "format"]
     # These keys only affect scalings with an amax history (delayed).

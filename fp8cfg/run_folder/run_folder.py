@@ -79,11 +79,11 @@ class RunFolderInUse(RunFolderError):
 
 @contextmanager
 def writable(folder: Path, key: str = "") -> Iterator[None]:
-    """Context manager that converts OSError to RunFolderNotWritable.
+    """Context manager to convert OSError to RunFolderNotWritable.
 
     Args:
         folder: The run folder, for the message.
-        key: Key of the recipe that set the folder, such as "log.dir". "" if no key did.
+        key: Key of the recipe for the folder, such as "log.dir". "" without one.
     """
     try:
         yield
@@ -128,8 +128,8 @@ def take_lock(files: RunFiles) -> FileIO:
         raise
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    # flock belongs to the open file, which a fork shares. A data worker that outlives the run would
-    # keep the folder locked.
+    # A forked data worker shares the open file and so the lock. If it outlives the run, the folder
+    # would stay locked.
     os.register_at_fork(after_in_child=file.close)
     return file
 
@@ -137,8 +137,8 @@ def take_lock(files: RunFiles) -> FileIO:
 def _lock(file: FileIO) -> None:
     """Locks a file. Raises OSError if another process keeps it locked.
 
-    A reader that checks for a running process takes a shared lock for some microseconds
-    (status.py). So a few tries follow before the error.
+    To check for a running process, a reader takes a shared lock for some microseconds (status.py).
+    So a few tries follow before the error.
     """
     for _ in range(LOCK_TRIES - 1):
         try:
@@ -187,12 +187,12 @@ class RunFolder:
         Args:
             root: Parent of the new folder. Unused with `folder`.
             name: Name of the run. The folder is `root/<name>-<YYYYmmdd-HHMMSS>`, with -2, -3, ...
-                if that name is taken.
+                if the name is taken.
             now: Time in the folder's name.
             recipe: Text of recipe.yaml.
             folder: Exact path of the folder. It may exist, but without a run.
-            need_bytes: Free space that the disk must have.
-            key: Key of the recipe that set the path, for errors.
+            need_bytes: Required free space of the disk.
+            key: Key of the recipe for the path, for errors.
 
         Raises:
             RunFolderError: The name has other characters, or the folder has a run already.
@@ -471,11 +471,11 @@ class RunFolder:
 
 
 def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
-    """Checks that a folder can be written.
+    """Checks write access and free space of a folder.
 
     Args:
         folder: The folder.
-        need_bytes: Free space that the disk must have.
+        need_bytes: Required free space of the disk.
 
     Raises:
         RunFolderNotWritable: No file can be written, or the disk has too little free space.
@@ -493,11 +493,11 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
 
 
 def _refuse_run(files: RunFiles) -> None:
-    """Raises RunFolderError if the folder has a run, or files that a new run would overwrite."""
+    """Raises RunFolderError if the folder has a run, or if a new run would overwrite files."""
     if files.kind(RECIPE):
         raise RunFolderError(folder_taken(str(files.path)))
     names = [name for name in (METRICS, FP8_STATS, COVERAGE) if files.kind(name)]
-    # A run that was killed at its start leaves these two files, which a new run may overwrite.
+    # After a kill at the start of a run these two files remain. A new run may overwrite them.
     if files.kind(ENVIRONMENT) and not files.kind(LOCK):
         names.append(ENVIRONMENT)
     if files.kind(CHECKPOINTS) == "folder" and files.folder(CHECKPOINTS).names():
