@@ -218,7 +218,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Dict:
-    """`dict` without its attributes, which could be a way out of the sandbox."""
+    """`dict` as a function only: templates get none of its attributes."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -230,7 +230,7 @@ def _namespace() -> Any:
     from jinja2.utils import Namespace
 
     class PlainNamespace(Namespace):
-        """Namespace that rejects names such as __class__, a way out of the sandbox."""
+        """Namespace that rejects private names such as __class__."""
 
         # Without a parameter `self`, so that a template can have an attribute of this name.
         def __init__(*args: Any, **values: Any) -> None:

@@ -58,7 +58,7 @@ class Indexed:
         Raises:
             DataError: The sequences are not contiguous in the file.
         """
-        # The format allows gaps and overlaps, for example after a manual merge of files.
+        # The format allows gaps and overlaps between sequences.
         gaps = self.starts[1:] != self.starts[:-1] + self.lengths[:-1]
         if gaps.any():
             raise DataError(
