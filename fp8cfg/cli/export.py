@@ -245,6 +245,7 @@ def run_hf(arguments: Arguments) -> int:
     if asked not in (None, *WEIGHT_DTYPES):
         raise ConfigError(f"--dtype {asked}: not a dtype; choose from {', '.join(WEIGHT_DTYPES)}")
     refuse_what_is_there(out)
+    # Imported late: torch is slow to load, and all options are checked by now.
     from fp8cfg.models.hf_export import WeightOverflow
     from fp8cfg.training.trained_model import RunWeights
 

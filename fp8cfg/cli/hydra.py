@@ -105,6 +105,7 @@ def show(arguments: Arguments, file: Path | None) -> int:
     package = _package(arguments.one("--package"))
     library = Library(Path(folder) if folder else None)
     run = read(words, library, recipe_from(file, library) if file else None)
+    # Under torchrun all ranks compose and check, but only one prints.
     if os.environ.get("RANK", "0") == "0":
         with application(run.nodes, settings(found.recipe)) as hydra:
             _print(

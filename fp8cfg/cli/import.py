@@ -193,6 +193,7 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
     """
     is_given = recipe.model.vocab_size != base.model.vocab_size
     recipe.name = "imported"
+    # By shape, because other projects use other names for the models.
     for name, make in recipes().items():
         shipped = make().model
         if all(getattr(shipped, key) == getattr(recipe.model, key) for key in _SHAPE):

@@ -70,6 +70,7 @@ def write(
         "overrides": words,
         "exit_code": code,
         "error": error or None,
+        # Without a new run, files in the folder are from an older one.
         **_metrics(files if ran else None),
         "fp8_share": _share(files) if ran else None,
         "run_folder": str(folder),

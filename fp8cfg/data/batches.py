@@ -204,6 +204,7 @@ def eval_batches(
         )
     total = min(limit, available // batch_size) * batch_size
     places = samples.spread(total)
+    # [batch, rank, sample]. A batch has the same samples for any `world`.
     places = places.reshape(-1, world, batch_size // world, *places.shape[1:])
     return (_tensors(samples, mine) for mine in places[:, rank])
 

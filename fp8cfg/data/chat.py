@@ -68,6 +68,8 @@ def render(
     text = _rendered(template, messages, variables, tools=tools)
     if BEGIN in text:
         return _marked(text)
+    # Without blocks. Some templates drop the reasoning of earlier answers, for example, and then the
+    # prefixes differ from the whole text.
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -288,6 +290,7 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
                 f"{place}: prompt and completion are lists; write them as one list under 'messages'"
             )
         prompt, completion = (text_of(place, row, key) for key in ("prompt", "completion"))
+        # Tokenized together, so that no token border is forced. A token across it is learned.
         tokens, learned = _learned(
             prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer
         )
@@ -309,6 +312,7 @@ def _messages_of_row(place: str, row: Mapping[str, Any]) -> list[dict[str, Any]]
         messages = _messages(place, turns)
     elif "instruction" in row and "output" in row:
         instruction = text_of(place, row, "instruction")
+        # Alpaca's optional input is the data for the instruction.
         if row.get("input"):
             instruction = f"{instruction}\n\n{text_of(place, row, 'input')}"
         answer = {"role": "assistant", "content": text_of(place, row, "output")}
@@ -567,6 +571,7 @@ def load_conversations(
             f"{path}: {size / 2**30:.1f} GiB of conversations, more than the"
             f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
         )
+    # A saved dataset has an unknown size (0), so it is not limited here.
     kept, numbers, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
     if not kept:
         raise DataError(f"{path}: no conversation to learn from; {left_out or 'no rows'}")

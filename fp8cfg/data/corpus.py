@@ -294,6 +294,7 @@ def documents(
         raise _unknown(name)
     if name in WITH_PATH and path is None:
         raise DataError(f"data source {name!r} needs a path: {WITH_PATH[name]}")
+    # Reject a path without effect: the user probably wanted data=text.
     if name not in WITH_PATH and path is not None:
         raise DataError(
             f"data source {name!r} takes no path, and {os.fspath(path)!r} would be ignored: use"
