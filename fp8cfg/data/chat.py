@@ -68,8 +68,8 @@ def render(
     text = _rendered(template, messages, variables, tools=tools)
     if BEGIN in text:
         return _marked(text)
-    # Without blocks. Some templates drop the reasoning of earlier answers, for example, and then the
-    # prefixes differ from the whole text.
+    # No blocks, so compare prefixes. They do not match if, for example, a template drops the
+    # reasoning of earlier answers.
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
