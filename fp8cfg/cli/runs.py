@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp8cfg.cli.argv import split
-from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.errors import ConfigError, printable, suggest
 from fp8cfg.schema.tables import size
 
 if TYPE_CHECKING:
     from fp8cfg.studies.runs import RunSummary
 
 USAGE = """
-fp8cfg runs [FOLDER] [--where KEY=VALUE ...] [--json]
+fp8cfg runs [FOLDER] [--where KEY=VALUE ...] [--sort COLUMN] [--json]
 
 List the runs in a folder and all folders in it, newest first.
 
 Examples:
   fp8cfg runs
   fp8cfg runs --where precision=bf16_fp8 state=done
-  fp8cfg runs runs/sweep --json
+  fp8cfg runs runs/sweep --sort val_loss
 
 FOLDER is runs by default. The state is running, done, stopped, diverged,
 crashed or damaged. A precision with a + has keys that differ from the preset.
@@ -35,8 +36,19 @@ On a narrow terminal some columns are left out. Piped output has all of them.
 Options:
   --where KEY=VALUE ...  only runs with this value; KEY is state or any key of a
                          recipe. Two values of one key are alternatives
+  --sort COLUMN          age, loss, best, val_loss, tokens/s or size; the lowest
+                         loss, but the highest speed and size come first
   --json                 print JSON, with the message of each run
 """
+SORT_KEYS: dict[str, Callable[[RunSummary], float | None]] = {
+    "age": lambda run: -run.updated,
+    "loss": lambda run: run.loss,
+    "best": lambda run: run.best_loss,
+    "val_loss": lambda run: run.val_loss,
+    "tokens/s": lambda run: None if run.tokens_per_second is None else -run.tokens_per_second,
+    "size": lambda run: -run.size,
+}
+"""Sort keys of `--sort`, lowest first. A run without a value comes last."""
 DEFAULT_FOLDER = "runs"
 """Default of log.dir, relative to the working directory."""
 
@@ -86,7 +98,7 @@ STYLES = {
 def run(argv: list[str]) -> int:
     """Lists the runs in the folder of `argv`. Returns the exit code."""
     # Further words after --where KEY=VALUE are conditions too: --where a=1 b=2.
-    arguments = split(argv, ("--where",), ("--json",))
+    arguments = split(argv, ("--where", "--sort"), ("--json",))
     if len(arguments.plain) > 1:
         raise ConfigError(f"runs: takes one folder, got {', '.join(arguments.plain)}")
     conditions = [*arguments.options.get("--where", []), *arguments.words]
@@ -95,9 +107,13 @@ def run(argv: list[str]) -> int:
         hint = "" if arguments.plain else "; name the folder of your runs: fp8cfg runs FOLDER"
         raise ConfigError(f"{folder}: no such folder{hint}")
 
+    column = arguments.one("--sort") or "age"
+    if column not in SORT_KEYS:
+        raise ConfigError(f"--sort {column}: no such column{suggest(column, SORT_KEYS)}")
+
     from fp8cfg.studies.runs import list_runs
 
-    runs = list_runs(folder, conditions)
+    runs = sorted(list_runs(folder, conditions), key=lambda run: _sort_key(run, column))
     if "--json" in arguments.flags:
         print(json.dumps([run.as_data() for run in runs], indent=1))
     elif runs:
@@ -107,6 +123,14 @@ def run(argv: list[str]) -> int:
     else:
         print(f"no run in {printable(str(folder))}; train one with: fp8cfg recipe=llama_tiny")
     return 0
+
+
+def _sort_key(run: RunSummary, column: str) -> tuple[bool, float]:
+    """Returns a key that puts missing values and NaN last."""
+    value = SORT_KEYS[column](run)
+    if value is None or math.isnan(value):
+        return True, 0.0
+    return False, value
 
 
 def print_table(runs: list[RunSummary]) -> None:

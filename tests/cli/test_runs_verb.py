@@ -212,3 +212,23 @@ def test_without_arguments_it_lists_runs(
 
 def test_it_loads_no_torch(root: Path) -> None:
     assert not {"torch", "pandas", "plotly"} & loads("runs", str(root), "--where", "state=done")
+
+
+@pytest.mark.parametrize("column", ["loss", "best", "val_loss", "tokens/s", "size", "age"])
+def test_runs_are_sorted_by_a_column(
+    root: Path, column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = json.loads(said(capsys, "runs", str(root), "--sort", column, "--json"))
+    field = {"best": "best_loss", "tokens/s": "tokens_per_second", "age": "updated"}
+    values = [run[field.get(column, column)] for run in listed]
+    highest_first = column in ("tokens/s", "size", "age")
+    assert values == sorted(values, reverse=highest_first) and len(values) == 3
+
+
+def test_a_run_without_a_value_comes_last(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "bf16" / "metrics.jsonl").write_text("")
+    listed = json.loads(said(capsys, "runs", str(mine), "--sort", "loss", "--json"))
+    assert listed[-1]["folder"].endswith("bf16") and listed[-1]["loss"] is None
+    assert refused(capsys, "runs", str(mine), "--sort", "los") == [
+        "--sort los: no such column; did you mean 'loss'?"
+    ]
