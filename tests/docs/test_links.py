@@ -67,6 +67,7 @@ def test_links_out_are_to_projects_that_the_pages_are_about() -> None:
         "https://github.com/NVIDIA/",
         "https://github.com/NVIDIA-NeMo/",
         "https://github.com/huggingface/",
+        "https://github.com/marin-community/",
         "https://github.com/pytorch/",
         "https://pytorch.org/",
         "https://arxiv.org/abs/",
