@@ -17,6 +17,10 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True)
 
 def value(key: str) -> st.SearchStrategy[Any]:
     """Any value that the schema takes for the full `key`, as YAML has it."""
+    if key == "log.profile":
+        # START is at most END, which a schema of both cannot say.
+        ranges = st.tuples(st.integers(1, 10**6), st.integers(0, 10**6))
+        return st.none() | ranges.map(lambda pair: [pair[0], pair[0] + pair[1]])
     return NAMES if key == "name" else _of(key_schema(key))
 
 
@@ -34,6 +38,8 @@ def _of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             ),
             max_size=3,
         )
+    if "enum" in schema.get("items", {}):
+        return st.lists(_of(schema["items"]), unique=True, max_size=3)
     if schema["type"] == "integer":
         return st.integers(schema.get("minimum", 0), schema.get("maximum", 10**6))
     if schema["type"] == "number":
