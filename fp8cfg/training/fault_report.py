@@ -28,7 +28,7 @@ class Fault:
         compiled: Whether the step itself ran compiled code.
         not_finite: Tensors that are not finite, the first one first.
         out_of_range: Tensors whose largest values FP8 cuts off, the first one first.
-        library: The backend, if it is a library whose scales are not read.
+        backend: The backend, if its scales are not read.
         num_bad: Number of all such tensors, over all ranks.
         samples: Origin, rank and microbatch of each sample of the batch, with its loss in the rerun
             if known.
@@ -42,7 +42,7 @@ class Fault:
     not_finite: Sequence[BadTensor]
     out_of_range: Sequence[BadTensor]
     num_bad: int
-    library: str
+    backend: str
     samples: Sequence[dict[str, Any]] = field(repr=False)
 
     @property
@@ -96,11 +96,11 @@ class Fault:
         if not tensor.is_finite:
             return (
                 f"first not finite: {name} ({place}), {tensor.nan:,} NaN and {tensor.infinite:,}"
-                f" infinite of {tensor.elements:,} values, {_scale_text(tensor, self.library)}"
+                f" infinite of {tensor.elements:,} values, {_scale_text(tensor, self.backend)}"
             )
         return (
             f"first out of range: {name} ({place}), its largest value {tensor.largest:.4g} is"
-            f" {tensor.range_used:.3g} times what FP8 can represent, {_scale_text(tensor, self.library)}"
+            f" {tensor.range_used:.3g} times what FP8 can represent, {_scale_text(tensor, self.backend)}"
         )
 
     def _samples_line(self) -> str:
@@ -119,10 +119,10 @@ class Fault:
         return f"samples: {shown}" + (f"; {more} more" if more > 0 else "")
 
 
-def _scale_text(tensor: BadTensor, library: str) -> str:
+def _scale_text(tensor: BadTensor, backend: str) -> str:
     """Describes the FP8 scale of a tensor."""
-    if not tensor.format and library:
-        return f"{tensor.dtype}, scales of backend={library} are not read"
+    if not tensor.format and backend:
+        return f"{tensor.dtype}, scales of backend={backend} are not read"
     if not tensor.format:
         return f"no FP8 scale ({tensor.dtype})"
     if tensor.scale_min is None or tensor.scale_max is None:
