@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from fp8cfg.composition.hydra_application import GIVEN, NAME, application, recip
 from fp8cfg.composition.overrides import quoted
 from fp8cfg.composition.sweep_overrides import Sweep, refused
 from fp8cfg.composition.sweep_overrides import read as read_overrides
+from fp8cfg.execution.process_memory import free_memory
 from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder, RunFolderNotWritable
@@ -259,18 +259,7 @@ def _train(
             traceback.print_exc()
         return 1, line or f"{type(e).__name__}: {e}"
     finally:
-        _forget()
-
-
-def _forget() -> None:
-    """Frees memory and compiled code, since the next job may run in this process."""
-    # Objects in reference cycles keep their GPU memory until a collection.
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        free_memory()
 
 
 class SweepError(Fp8cfgError):

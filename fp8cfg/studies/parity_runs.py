@@ -8,11 +8,9 @@ Read from top to bottom:
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.execution.executor import RunFailed
 from fp8cfg.execution.executor import run as run_with
+from fp8cfg.execution.process_memory import free_memory
 from fp8cfg.planning.fit_search import overrides_only
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.preflight import check_run
@@ -410,19 +409,7 @@ def fit_here(run: PlannedRun, say: Say) -> None:
         fit(build(run.recipe), run.folder, say=say_progress)
     finally:
         # After an error too: a diverged run is followed by the next one.
-        _free_memory()
-
-
-def _free_memory() -> None:
-    """Releases the memory of a finished run in this process."""
-    # Tensors in reference cycles wait for the garbage collector. Without a reset, torch.compile
-    # would reach its limit of recompilations after a few models.
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        free_memory()
 
 
 def with_executor(executor: Any) -> TrainRun:
