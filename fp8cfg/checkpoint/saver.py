@@ -109,7 +109,7 @@ class Saver:
             # The thread needs a separate group. Ranks must start the collectives of a group in the
             # same order, and the train step would come in between. gloo keeps the thread off the
             # GPU.
-            self._async_world = replace(world, limits=None, group=_create_async_group(job))
+            self._async_world = replace(world, stall_watch=None, group=_create_async_group(job))
 
     def check_room(self) -> None:
         """Checks before the first step that the disk has space for one checkpoint.

@@ -87,14 +87,14 @@ class World:
         rank: The number of this rank.
         size: The number of ranks.
         traffic: What this rank has sent.
-        limits: Timeouts of the collectives, if `world` has started the process group.
+        stall_watch: Timeouts of the collectives, if `world` has started the process group.
         group: The process group, None for all ranks of the run.
     """
 
     rank: int = 0
     size: int = 1
     traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
-    limits: StallWatch | None = field(default=None, compare=False, repr=False)
+    stall_watch: StallWatch | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = None
 
     @property
@@ -109,10 +109,10 @@ class World:
             return torch.device("cuda")
         return torch.device("cpu")
 
-    def waits(self, phase: Phase, step: int = 0) -> None:
+    def apply_timeout(self, phase: Phase, step: int = 0) -> None:
         """Applies the timeout of `phase` (trainer.timeout) to collectives from here on."""
-        if self.limits:
-            self.limits.waits(phase, step)
+        if self.stall_watch:
+            self.stall_watch.apply_timeout(phase, step)
 
     def sum(self, value: Tensor) -> Tensor:
         """Sums a tensor over the ranks, in place, and returns it."""
@@ -223,8 +223,8 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
     _start_group("nccl" if device == "cuda" else "gloo", trainer.timeout)
     watch = StallWatch(trainer.timeout, trainer.strategy)
     try:
-        yield replace(current(), limits=watch)
-        watch.waits("start", watch.step)
+        yield replace(current(), stall_watch=watch)
+        watch.apply_timeout("start", watch.step)
         # If a rank leaves while another still sends to it, gloo's threads abort (torch 2.13).
         device_ids = [torch.cuda.current_device()] if device == "cuda" else None
         dist.barrier(device_ids=device_ids)

@@ -69,7 +69,7 @@ class StallWatch:
         if dist.get_backend() == dist.Backend.NCCL:
             self._warning.start()
 
-    def waits(self, phase: Phase, step: int) -> None:
+    def apply_timeout(self, phase: Phase, step: int) -> None:
         """Applies the timeout of a phase to all process groups.
 
         Args:

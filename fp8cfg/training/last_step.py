@@ -93,7 +93,7 @@ class LastStep:
         return isinstance(error, ConfigError | DataError) or not isinstance(error, Fp8cfgError)
 
     def _save(self, skipping: bool) -> None:
-        self._world.waits("start", self._step + 1)
+        self._world.apply_timeout("start", self._step + 1)
         rng = None
         # The error came in the middle of a step. RNG state and amaxes are of this unfinished step.
         if self._recorded == self._step:

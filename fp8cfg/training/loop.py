@@ -210,7 +210,7 @@ class _Training:
         if first_step < self.max_steps:
             compile_as_chosen(self.job, state, self.batches, first_step, self.world, self.say)
         # After the build and torch.compile: the timeout must cover their process groups, too.
-        self.world.waits("start", first_step + 1)
+        self.world.apply_timeout("start", first_step + 1)
 
         with ExitStack() as stack:
             self._open(first_step, stack)
@@ -270,7 +270,7 @@ class _Training:
             if self.must_rewind:
                 return self._rewind(num_done)
 
-        self.world.waits("start", num_done)
+        self.world.apply_timeout("start", num_done)
         # At 1, 2, 4, 8, ... rows, so that a broken shard does not flood the log.
         self._report_skipped_rows(at_least=max(1, self.num_reported_rows))
         if self._evaluates_after(num_done):
@@ -278,7 +278,7 @@ class _Training:
         self.saver.settle()
         if self._saves_after(num_done):
             self._save(num_done)
-        self.world.waits("step", num_done + 1)
+        self.world.apply_timeout("step", num_done + 1)
         if num_done < self.max_steps:
             self._follow_requests(num_done)
         return num_done
@@ -376,11 +376,11 @@ class _Training:
             return
         self._finish_steps(max_pending=0)
         self.requested = Request.NONE
-        self.world.waits("start", num_done)
+        self.world.apply_timeout("start", num_done)
         if request == Request.STOP:
             self._interrupt(num_done)
         self._save(num_done)
-        self.world.waits("step", num_done + 1)
+        self.world.apply_timeout("step", num_done + 1)
 
     def _interrupt(self, num_done: int) -> None:
         """Saves step `num_done` and raises the reason to stop: Interrupted or DataError."""
@@ -430,7 +430,7 @@ class _Training:
             Diverged: The run stops.
         """
         if not is_failing:
-            self.world.waits("start", bad.step)
+            self.world.apply_timeout("start", bad.step)
             rng = self.last_step.random_state(bad.step - 1)
             weights = "after the step" if stepped else "before the step"
             file = report_fault(
@@ -459,7 +459,7 @@ class _Training:
     def _rewind(self, bad_step: int) -> int:
         """Loads the newest checkpoint. Returns its number of steps."""
         self.must_rewind = False
-        self.world.waits("start", bad_step)
+        self.world.apply_timeout("start", bad_step)
         self.saver.settle(wait=True)
         loaded = newest_checkpoint(self.run, self.world, self.say)
         if loaded is None:
@@ -476,7 +476,7 @@ class _Training:
         self.look_ahead.restart(num_done)
         self.status.step = num_done
         self.say(f"back to the checkpoint of step {num_done}")
-        self.world.waits("step", num_done + 1)
+        self.world.apply_timeout("step", num_done + 1)
         return num_done
 
     # --------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from fp8cfg.parallel.process_group import world
 rank, case = int(os.environ["RANK"]), sys.argv[1]
 try:
     with world("cpu", Trainer(timeout={"start": 60, "step": 4})) as ranks:
-        ranks.limits.timeout.start = 4
+        ranks.stall_watch.timeout.start = 4
         first = ranks.text(str(os.getpid()))
-        ranks.waits("step", 3)
+        ranks.apply_timeout("step", 3)
         if case == "data" and rank == 0:
             raise RuntimeError("tokens of the data server: Connection refused")
         if case == "data":

@@ -151,11 +151,11 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
 
         other.set(heartbeat._key(1), "first somewhere")
         beating.set()
-        watch.waits("step", 7)
+        watch.apply_timeout("step", 7)
         assert said(beats=True) == ""
         warning = rf"rank 0: warning: step \d: missing_rank\.py:\d+, after \d+ s of 0\.8 \(trainer\.timeout\.step\): rank 1 {SILENT}\n"
         assert re.fullmatch(warning, said(beats=False))
-        watch.waits("step", 8)
+        watch.apply_timeout("step", 8)
         assert said(beats=False) == ""
         watch._began[0] -= 100  # the oldest step that may be under way
         assert said(beats=True) == "" and re.fullmatch(
