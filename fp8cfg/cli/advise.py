@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import write_new
-from fp8cfg.cli.recipe_arguments import changed_words, composed, recipe_file, say
+from fp8cfg.cli.recipe_arguments import changed_words, composed, recipe_file
 from fp8cfg.planning.hardware import find_gpu
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.messages import say_on_stderr
 
 USAGE = """
 fp8cfg advise [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
@@ -73,7 +74,7 @@ def run(argv: list[str]) -> int:
             every or advice.EVERY,
             gpu,
             folder,
-            say=lambda line: say([line]),
+            say=say_on_stderr,
         )
         is_first = ranks.first
     if not is_first:
@@ -82,10 +83,10 @@ def run(argv: list[str]) -> int:
     print(json.dumps(result.data(), indent=1) if is_json else result)
     if output is not None:
         write_new(Path(output), result.yaml())
-        say([f"wrote {output}"])
+        say_on_stderr(f"wrote {output}")
     elif result.overrides:
         words = [*arguments.plain, *changed_words(arguments, list(result.overrides))]
-        say([f"train with: {shlex.join(['fp8cfg', *words])}"])
+        say_on_stderr(f"train with: {shlex.join(['fp8cfg', *words])}")
     return 0
 
 

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled
 from fp8cfg.planning import layout, preflight, remarks, training_data
 from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
 from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError, NotFP8Error, refuse_if
-from fp8cfg.schema.messages import say as say_line
+from fp8cfg.schema.messages import say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 
@@ -71,9 +71,9 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        say_line(wrapped(f"ok: {line}", more="  "))
-        say_line(wrapped(training_data.data_line(recipe), more="  "))
-        say(notes)
+        say(wrapped(f"ok: {line}", more="  "))
+        say(wrapped(training_data.data_line(recipe), more="  "))
+        say_notes(notes)
     return 0
 
 

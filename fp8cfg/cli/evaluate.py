@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from pathlib import Path
 
 from fp8cfg.cli.argv import split
@@ -12,6 +11,7 @@ from fp8cfg.cli.run_models import in_precisions, loaded, whole
 from fp8cfg.data import Samples
 from fp8cfg.schema.data import NO_ADDRESS
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.messages import say_on_stderr
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import table
 
@@ -65,12 +65,11 @@ def run(argv: list[str]) -> int:
         measured = held_out_loss(model, samples, limit)
         losses.append((name, measured.loss))
         targets = measured.targets
-    print(
+    say_on_stderr(
         printable(
             f"{arguments.plain[0]}: step {found.step}, {targets} tokens of"
             f" {path or 'its held-out part'}"
-        ),
-        file=sys.stderr,
+        )
     )
     rows = [
         [name, f"{loss:.4f}", _difference(loss - losses[0][1]), f"{_perplexity(loss):.3f}"]

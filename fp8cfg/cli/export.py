@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import composed, recipe_file, say, settled
+from fp8cfg.cli.recipe_arguments import composed, recipe_file, say_notes, settled
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text
@@ -27,6 +26,7 @@ from fp8cfg.report import recipe_export
 from fp8cfg.schema import hub, hugging_face
 from fp8cfg.schema.errors import ConfigError, NotWritable, nearest, printable, refuse_if
 from fp8cfg.schema.hugging_face import Family
+from fp8cfg.schema.messages import say, say_on_stderr
 from fp8cfg.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     result = settled(arguments.words, arguments.one("--config-dir"), file)
     refuse_if(result.problems)
-    say(result.notes)
+    say_notes(result.notes)
     recipe = result.recipe
     write = {
         "--yaml": recipe_export.yaml_text,
@@ -179,12 +179,11 @@ def _of(project: str, recipe: Recipe) -> str:
     text, lost = to_text(project, recipe)
     name = DOORS[project].dialect.name
     if lost and DOORS[project].remarks:
-        print(
-            f"note: {len(lost)} of its keys {name} cannot say; they are comments in the text",
-            file=sys.stderr,
+        say_on_stderr(
+            f"note: {len(lost)} of its keys have no counterpart in {name}; they are comments in the text"
         )
     for line in () if DOORS[project].remarks else lost:
-        print(f"note: {line}", file=sys.stderr)
+        say_on_stderr(f"note: {line}")
     return text
 
 
@@ -260,7 +259,7 @@ def run_hf(arguments: Arguments) -> int:
     except WeightOverflow as e:
         raise ConfigError(f"--dtype {dtype}: {e}; choose bf16 or fp32") from None
     what = f"FP8 with {fp8} scales, the rest {dtype.upper()}" if fp8 else dtype.upper()
-    print(
+    say(
         f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step"
         f" {found.step}"
     )
@@ -397,7 +396,7 @@ def run_peft(arguments: Arguments) -> int:
             )
     except ValueError as e:
         raise ConfigError(f"export peft: {e}") from None
-    print(
+    say(
         f"wrote {printable(str(out))}: {count} adapters of rank {node.rank}, of step {found.step},"
         f" for {family.architecture}"
     )

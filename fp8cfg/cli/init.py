@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import say, settled
+from fp8cfg.cli.recipe_arguments import say_notes, settled
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
+from fp8cfg.schema.messages import say, say_on_stderr
 
 USAGE = """
 fp8cfg init NAME [recipe=NAME] [precision=NAME] [key=value ...] [--force]
@@ -49,16 +49,16 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{path}: exists already; choose another name, or add --force")
     result = settled(arguments.words, arguments.one("--config-dir"))
     refuse_if(result.problems)
-    say(result.notes)
+    say_notes(result.notes)
 
     from fp8cfg.report.recipe_template import commented_yaml
 
     text = commented_yaml(result.recipe, shipped_choices(result.layers), str(path))
     _write(path, text)
     name = printable(str(path))
-    print(f"wrote {name}; next: fp8cfg check {name}, then fp8cfg {name}")
+    say(f"wrote {name}; next: fp8cfg check {name}, then fp8cfg {name}")
     for line in training_data.unintended_data(result.recipe):
-        print(f"note: {printable(str(line))}", file=sys.stderr)
+        say_on_stderr(f"note: {printable(str(line))}")
     return 0
 
 

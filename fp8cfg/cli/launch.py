@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fp8cfg.cli import WORDS
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled, whole_lines
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution import executor as runs
@@ -19,6 +19,7 @@ from fp8cfg.planning.fit_search import CommandLine
 from fp8cfg.planning.layout import place_on_gpus
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full
+from fp8cfg.schema.messages import say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.violation import Violation
 
@@ -72,12 +73,12 @@ def run(argv: list[str]) -> int:
         *training_data.unintended_data(found.recipe),
     ]
     refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
-    say(found.notes)
+    say_notes(found.notes)
     if ranks is not None:
         _refuse(found, ranks, whole_line)
     done = runs.run(found.recipe, executor)
     if done.exit_code is None:
-        print(f"run folder: {printable(str(done.folder))}")
+        say(f"run folder: {printable(str(done.folder))}")
     return done.exit_code or 0
 
 

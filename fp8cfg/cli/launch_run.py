@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.building import builder
 from fp8cfg.checkpoint.resume_rules import can_resume
-from fp8cfg.cli.recipe_arguments import say as say_notes
+from fp8cfg.cli.recipe_arguments import say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
@@ -33,7 +32,7 @@ from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.messages import Say
+from fp8cfg.schema.messages import Say, say_on_stderr
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.signals import ranks_meeting, waiting_to_stop
 
@@ -151,11 +150,10 @@ def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
     if num_gpus == 0 or num_ranks == wanted or layout_violations(recipe, num_ranks):
         return
     replica = f" {trainer.strategy.size} to a replica," if trainer.strategy.size > 1 else ""
-    print(
+    say_on_stderr(
         f"note: {num_ranks} of {wanted} GPUs are used,{replica} over which"
         f" trainer.global_batch_size={trainer.global_batch_size} divides in microbatches of"
-        f" {trainer.micro_batch_size}",
-        file=sys.stderr,
+        f" {trainer.micro_batch_size}"
     )
 
 

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8cfg.cli import hydra as hydra_flags
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.recipe_arguments import say, settled
+from fp8cfg.cli.recipe_arguments import say_notes, settled
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library
@@ -240,7 +240,7 @@ def _train(
         words = [word for word in words if word != f"recipe={GIVEN}"]
         found = precedence.composed(words, library, file, sweep=True)
         refuse_if(found.problems)
-        say(found.notes, found.recipe.log.level)
+        say_notes(found.notes, found.recipe.log.level)
         recipe = launch_run.cut_to_ranks(found.recipe)
         return launch_run.launch(recipe, own, None, is_short=True), ""
     except Fp8cfgError as e:

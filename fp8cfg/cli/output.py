@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from fp8cfg.schema.errors import ConfigError, NotWritable
+from fp8cfg.schema.messages import say
 
 _IMPORT = "<frozen importlib._bootstrap>"
 
@@ -126,7 +127,7 @@ def print_or_write(text: str, output: str | None) -> int:
         print(text, end="")
         return 0
     write_new(Path(output), text)
-    print(f"wrote {output}")
+    say(f"wrote {output}")
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import matches
 from fp8cfg.cli import WORDS, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled
 from fp8cfg.cli.run_models import whole
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.execution.executor import LocalExecutor
@@ -233,7 +233,7 @@ def _recipes(
         raise ConfigError(
             "parity: needs precisions to compare, as in precision=bf16,bf16_fp8,bf16_mxfp8"
         )
-    say(notes)
+    say_notes(notes)
     return recipes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fp8cfg.building.builder import lower
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled, whole_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text
@@ -110,7 +110,7 @@ def run(argv: list[str]) -> int:
             [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
         )
     refuse_if([] if found.layout_alone else found.problems)
-    say(found.notes)
+    say_notes(found.notes)
     recipe = found.recipe
     check_accelerator(recipe, name, "--gpu ")
     world = started or recipe.trainer.num_nodes * recipe.trainer.devices
@@ -137,7 +137,7 @@ def run(argv: list[str]) -> int:
             and (name or ranks)
             and (line := whole_line(Fit(_there(recipe, world), ())))
         ):
-            say([f"runs there: {line}"])
+            say_notes([f"runs there: {line}"])
     if "--measure" in arguments.flags:
         _measure(recipe, is_first)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fp8cfg.planning import training_data
 from fp8cfg.planning.fit_search import CommandLine, Fit, changed_overrides
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 from fp8cfg.schema.keys import full
-from fp8cfg.schema.messages import LEVELS, Level, colored, level_of
+from fp8cfg.schema.messages import LEVELS, Level, level_of, say_on_stderr
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import STDIN
 
@@ -167,7 +166,7 @@ def composed(
     """
     found = settled(words, config_dir, file, base)
     refuse_if(found.problems)
-    say(found.notes)
+    say_notes(found.notes)
     return found.recipe
 
 
@@ -232,7 +231,7 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
     ]
 
 
-def say(notes: Iterable[str], level: Level = "info") -> None:
+def say_notes(notes: Iterable[str], level: Level = "info") -> None:
     """Prints notes to standard error, on the first rank only.
 
     Args:
@@ -243,7 +242,7 @@ def say(notes: Iterable[str], level: Level = "info") -> None:
         return
     for line in notes:
         if level_of(line) >= LEVELS[level]:
-            print(colored(printable(line), sys.stderr), file=sys.stderr)
+            say_on_stderr(printable(line))
 
 
 Settle = Callable[[Sequence[str]], "ResolvedRecipe"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8cfg.cli.argv import split
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.messages import say
 from fp8cfg.schema.tables import size
 
 USAGE = """
@@ -43,5 +44,5 @@ def run(argv: list[str]) -> int:
 
     output = arguments.one("--output") or DEFAULT_OUTPUT
     path = write_report(arguments.plain, output, arguments.one("--reference"))
-    print(f"wrote {path} ({size(path.stat().st_size)})")
+    say(f"wrote {path} ({size(path.stat().st_size)})")
     return 0

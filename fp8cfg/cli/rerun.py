@@ -12,7 +12,7 @@ from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, settled_on_ranks, whole_lines
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
     refuse_if([] if found.layout_alone else found.problems)
     if (ended := launch_run.start_ranks(found, ["rerun", *argv], whole_line)) is not None:
         return ended
-    say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
+    say_notes([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
     recipe = launch_run.cut_to_ranks(found.recipe)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import can_resume, refuse_changes, unused_allows
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, settled_on_ranks, whole_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -66,9 +66,9 @@ def run(argv: list[str]) -> int:
         # Called again for each older checkpoint if the newest one is damaged.
         resolved = settled_on_ranks(arguments.words, config_dir, base=base)
         refuse_if(resolved.problems)
-        say(resolved.notes)
-        say(idle_folder(arguments.words, config_dir))
-        say(
+        say_notes(resolved.notes)
+        say_notes(idle_folder(arguments.words, config_dir))
+        say_notes(
             f"note: --allow {key}: allows nothing, no such key has changed"
             for key in unused_allows(base, resolved.recipe, allow)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import unicodedata
 
 from fp8cfg.cli.argv import Arguments, before_end, split
@@ -12,6 +11,7 @@ from fp8cfg.data import DataError
 from fp8cfg.data.chat import encode_prompt
 from fp8cfg.data.tokenizer import Tokenizer
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.messages import say_on_stderr
 
 USAGE = """
 fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     tokenizer = run_tokenizer(found, arguments.one("--tokenizer"))
     prompt = _prompt(arguments.plain[1], "--chat" in arguments.flags, tokenizer)
     title, model = next(in_precisions(found, names))
-    print(printable(f"{arguments.plain[0]}: step {found.step}, {title}"), file=sys.stderr)
+    say_on_stderr(printable(f"{arguments.plain[0]}: step {found.step}, {title}"))
     written = list[int]()
     for token in sample(
         model, prompt or [tokenizer.eos], tokens or 1, temperature, top_k, seed or 0, tokenizer.size

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8cfg.cli import WORDS, hydra, launch_run
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, is_hydra, split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled_on_ranks, whole_lines
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import remarks
@@ -79,11 +79,11 @@ def run(argv: list[str]) -> int:
         return code
 
     level = resolved.recipe.log.level
-    say(resolved.notes, level)  # only here: with several ranks, the started ranks print them
+    say_notes(resolved.notes, level)  # only here: with several ranks, the started ranks print them
     recipe = launch_run.cut_to_ranks(resolved.recipe)
     if path:
         unused = remarks.unused_log_dir(log, "hydra.run.dir", str(path))
-        say([f"note: {line}" for line in unused], level)
+        say_notes([f"note: {line}" for line in unused], level)
     if log.folder:
         path = Path(log.folder)
         if log.resume == "auto" and launch_run.is_run(path):

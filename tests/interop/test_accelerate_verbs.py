@@ -57,7 +57,8 @@ def test_import_and_export_on_the_command_line(
     assert main(["export", "accelerate", "precision=bf16_fp8", "fp8.first_step=in_time"]) == 0
     noted = capsys.readouterr()
     assert (
-        noted.err == "note: 3 of its keys Accelerate cannot say; they are comments in the text\n"
+        noted.err
+        == "note: 3 of its keys have no counterpart in Accelerate; they are comments in the text\n"
         and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
     )
     assert "# fp8.first_step=in_time: Transformer Engine begins with scale 1\n" in noted.out
