@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 
 from fp8cfg.numerics.amax import AmaxGroup
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.formats import RandomStream, random_key
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, GatheredWeight, WeightStorage
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Operand, gemm
@@ -64,7 +63,7 @@ from fp8cfg.numerics.stored_state import (
 from fp8cfg.numerics.weight_storage import SCALE_INV, NarrowWeight
 
 if TYPE_CHECKING:
-    # Both are passed in.
+    from fp8cfg.numerics.autocast import Region
     from fp8cfg.numerics.codecs import Codec
     from fp8cfg.numerics.token_shard import TokenShard
 

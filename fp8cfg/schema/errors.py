@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-from fp8cfg.schema.violation import Violation
+if TYPE_CHECKING:
+    from fp8cfg.schema.violation import Violation
 
 
 class Fp8cfgError(Exception):
@@ -38,7 +40,7 @@ class ConfigError(Fp8cfgError, ValueError):
         if isinstance(problems, str):
             problems = [problems]
         # Several rules may report the same line. dict.fromkeys drops repeats and keeps the order.
-        self.violations = [problem for problem in problems if isinstance(problem, Violation)]
+        self.violations = [problem for problem in problems if not isinstance(problem, str)]
         self.problems = list(dict.fromkeys(str(problem) for problem in problems))
         super().__init__("\n".join(self.problems))
 
