@@ -29,7 +29,7 @@ from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays, Share
 from fp8cfg.checkpoint.tensor_layout import Groups, TensorBox
 from fp8cfg.data import Batches
 from fp8cfg.parallel.process_group import World
-from fp8cfg.parallel.stalled_ranks import APART
+from fp8cfg.parallel.stalled_ranks import ASYNC_SAVE_GROUP
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import (
     CHECKPOINTS,
@@ -318,7 +318,7 @@ def _create_async_group(job: Job) -> dist.ProcessGroup | None:
     """Creates a CPU group of all ranks with the timeout of saves. All ranks call it."""
     timeout = timedelta(seconds=job.recipe.trainer.timeout.start)
     group: dist.ProcessGroup | None = dist.new_group(
-        backend="gloo", timeout=timeout, group_desc=APART
+        backend="gloo", timeout=timeout, group_desc=ASYNC_SAVE_GROUP
     )
     return group
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -58,13 +59,14 @@ class Collective(NamedTuple):
         return self.name or "a collective"
 
 
-def raised_in(error: BaseException) -> Collective:
+def find_collective(error: BaseException) -> Collective:
     """Returns the collective that raised `error`, from the frames of its traceback."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     # A traceback begins at the outermost frame.
-    return _collective(reversed(list(_traced(error.__traceback__))))
+    return _innermost_collective(reversed(frames))
 
 
-def doing(frame: FrameType | None) -> str:
+def describe_activity(frame: FrameType | None) -> str:
     """Returns the current activity of a thread, as text for a report.
 
     Args:
@@ -74,34 +76,33 @@ def doing(frame: FrameType | None) -> str:
         Its collective. Otherwise its innermost line in fp8cfg, or the innermost line
         if no frame is in fp8cfg.
     """
-    first = frame
-    for each in _outward(frame):
-        if name := _name(each):
+    if frame is None:
+        return "no Python"
+    for caller, line in walk_stack(frame):
+        name = _collective_name(caller)
+        if name:
             return f"the collective {name}"
+        path = caller.f_code.co_filename
         # Every copy to the host waits in async_copies.py. The caller's line says more.
-        if (path := each.f_code.co_filename).startswith(
-            f"{PACKAGE}/"
-        ) and path != async_copies.__file__:
-            return (
-                f"fp8cfg/{Path(path).relative_to(PACKAGE)}:{each.f_lineno}, {each.f_code.co_name}"
-            )
-    return f"{Path(first.f_code.co_filename).name}:{first.f_lineno}" if first else "no Python"
+        if _is_in_package(path) and path != async_copies.__file__:
+            file = Path(path).relative_to(PACKAGE)
+            return f"fp8cfg/{file}:{line}, {caller.f_code.co_name}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _collective(frames: Iterator[FrameType]) -> Collective:
+def _innermost_collective(frames: Iterator[FrameType]) -> Collective:
     """Returns the collective of `frames`, innermost first, up to the first frame of fp8cfg."""
     name: str | None = None
     group: dist.ProcessGroup | None = None
     for frame in frames:
-        ours = frame.f_code.co_filename.startswith(f"{PACKAGE}/")
-        name = name or _name(frame)
-        group = group or _group(frame, named=name is not None)
-        if ours or (name and group):
+        name = name or _collective_name(frame)
+        group = group or _process_group(frame, in_collective=name is not None)
+        if (name and group) or _is_in_package(frame.f_code.co_filename):
             break
     return Collective(name, group)
 
 
-def _name(frame: FrameType) -> str | None:
+def _collective_name(frame: FrameType) -> str | None:
     """Returns the collective that a frame runs, None if it runs none."""
     path, name = frame.f_code.co_filename, frame.f_code.co_name
     # `waited` and `wait` of async_copies.py get the collective as an argument. A functional
@@ -110,47 +111,45 @@ def _name(frame: FrameType) -> str | None:
         return getattr(frame.f_locals.get("collective"), "__name__", None)
     if path.startswith(_TENSOR):
         return _DTENSOR.get(name)
-    return name if path in _FILES and name.startswith(_PREFIXES) else None
+    if path in _FILES and name.startswith(_PREFIXES):
+        return name
+    return None
 
 
-def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
+def _process_group(frame: FrameType, in_collective: bool) -> dist.ProcessGroup | None:
     """Returns the process group that a frame uses, None if its locals don't show one.
 
     Args:
         frame: The frame.
-        named: Whether this frame or one inside it runs a collective. `group=None` then means all
-            ranks.
+        in_collective: Whether this frame or one inside it runs a collective. `group=None` then
+            means all ranks.
     """
-    there: dict[str, Any] = frame.f_locals
-    own, axis = there.get("self"), there.get("mesh_dim")
-    if named and "group" in there and there["group"] is None:
+    variables: dict[str, Any] = frame.f_locals
+    instance = variables.get("self")
+    if in_collective and variables.get("group", ...) is None:
         return dist.group.WORLD
-    for of in (there.get("group"), getattr(own, "group", None)):
-        if isinstance(of, dist.ProcessGroup):
-            return of
+    for group in (variables.get("group"), getattr(instance, "group", None)):
         # Functional collectives take the name of a group.
-        if isinstance(of, str) and (
-            known := next(
-                (g for g, name in distributed_c10d._world.pg_names.items() if name == of), None
-            )
-        ):
-            return known
+        if isinstance(group, str):
+            group = _group_with_name(group)
+        if isinstance(group, dist.ProcessGroup):
+            return group
     # DTensor passes a mesh and the number of one of its dimensions.
-    for mesh in (there.get("mesh"), getattr(own, "device_mesh", None)):
-        if isinstance(mesh, DeviceMesh) and (axis is not None or mesh.ndim == 1):
-            return mesh.get_group(axis)
+    dimension = variables.get("mesh_dim")
+    for mesh in (variables.get("mesh"), getattr(instance, "device_mesh", None)):
+        if isinstance(mesh, DeviceMesh) and (dimension is not None or mesh.ndim == 1):
+            return mesh.get_group(dimension)
     return None
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields `frame` and its callers."""
-    while frame:
-        yield frame
-        frame = frame.f_back
+def _group_with_name(name: str) -> dist.ProcessGroup | None:
+    """Returns the process group that torch knows by `name`."""
+    for group, group_name in distributed_c10d._world.pg_names.items():
+        if group_name == name:
+            return group
+    return None
 
 
-def _traced(at: TracebackType | None) -> Iterator[FrameType]:
-    """Yields the frames of a traceback, outermost first."""
-    while at:
-        yield at.tb_frame
-        at = at.tb_next
+def _is_in_package(path: str) -> bool:
+    """Returns whether a source file belongs to fp8cfg."""
+    return path.startswith(f"{PACKAGE}/")

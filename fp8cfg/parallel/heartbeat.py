@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fp8cfg.parallel.blocked_collective import doing
+from fp8cfg.parallel.blocked_collective import describe_activity
 
 PATIENCE = 5.0
 """Seconds to wait for a connection to the store."""
@@ -40,23 +40,23 @@ class StoreConnection:
         self._store = default.clone()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             try:
-                return getattr(self._store, name)(*given)
+                return getattr(self._store, name)(*arguments)
             except dist.DistNetworkError:
-                if not _answers(self._store):
+                if not _is_reachable(self._store):
                     raise
                 self._store = self._store.clone()
-                return getattr(self._store, name)(*given)
+                return getattr(self._store, name)(*arguments)
 
         return call
 
 
-def _answers(store: Any) -> bool:
+def _is_reachable(store: Any) -> bool:
     """Returns whether the host of `store` still accepts connections."""
     # A PrefixStore wraps the store with the address.
-    while inner := getattr(store, "underlying_store", None):
-        store = inner
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
     try:
         socket.create_connection((store.host, store.port), PATIENCE).close()
     except (AttributeError, OSError):  # AttributeError: a HashStore has no host
@@ -64,11 +64,13 @@ def _answers(store: Any) -> bool:
     return True
 
 
-_WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
-"""Keys of the store: the rank that timed out, and its report."""
+_TIMEOUT_KEY = "fp8cfg/waited in vain"
+"""Key of the store with the rank that timed out."""
+_REPORT_KEY = "fp8cfg/diagnosis"
+"""Key of the store with the report on the silent ranks."""
 _GONE = "stopped, or its machine is lost"
-_UNSAID = 2.0
-"""Seconds to wait for _WAITED after a timeout on another rank, and for a thread to end."""
+_SHORT_WAIT = 2.0
+"""Seconds to wait for _TIMEOUT_KEY after a timeout on another rank, and for a thread to end."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -79,19 +81,23 @@ class Heartbeat:
     The line is from the thread of the constructor.
 
     Args:
-        every: Seconds between beats.
+        interval: Seconds between beats.
 
     Attributes:
-        heard: Another rank's report from the store. Empty until one is made.
+        peer_report: Another rank's report from the store. None until one is made.
         ended: Set by `close`.
     """
 
-    def __init__(self, every: float) -> None:
-        self.every, self.heard = every, list[str]()
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.ended, self._main = threading.Event(), threading.get_ident()
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.peer_report: str | None = None
+        self.ended = threading.Event()
+        self._main_thread = threading.get_ident()
         # Two connections: a blocked read must not stop the heartbeat.
-        self._beats, self._reads = StoreConnection(), StoreConnection()
+        self._beat_store = StoreConnection()
+        self._read_store = StoreConnection()
         self._thread = threading.Thread(target=self._beat, name="fp8cfg heartbeat", daemon=True)
         self._thread.start()
 
@@ -99,46 +105,44 @@ class Heartbeat:
         """Ends the heartbeat."""
         # The store ends with rank 0, unless torchrun's agent runs it. Other ranks need time to read
         # the report.
-        if (
-            self.rank == 0
-            and not _agent_holds_store()
-            and _within(1, lambda: self._found(self._beats), None)
-        ):
-            self.ended.wait(2 * self.every)
+        if self.rank == 0 and not _agent_runs_store():
+            report = _call_with_limit(1, lambda: self._read_report(self._beat_store), None)
+            if report:
+                self.ended.wait(2 * self.interval)
         self.ended.set()
         join(self._thread)
 
-    def where(self) -> FrameType | None:
+    def main_frame(self) -> FrameType | None:
         """Returns the current frame of the thread that created the heartbeat."""
-        return sys._current_frames().get(self._main)
+        return sys._current_frames().get(self._main_thread)
 
-    def waited_in_vain(self) -> None:
+    def announce_timeout(self) -> None:
         """Tells the other ranks that this rank timed out.
 
         With gloo they only see a closed connection, as after a crash.
         """
-        _within(1, lambda: self._reads.set(_WAITED, str(self.rank)), None)
+        _call_with_limit(1, lambda: self._read_store.set(_TIMEOUT_KEY, str(self.rank)), None)
 
-    def another_waited(self) -> bool:
+    def has_peer_timed_out(self) -> bool:
         """Returns whether another rank timed out."""
-        # gloo closes the connections before the rank can set the key, so `_said` waits for it.
-        return _within(_UNSAID + 1, self._said, False)
+        # gloo closes the connections before the rank can set the key, so wait for it.
+        return _call_with_limit(_SHORT_WAIT + 1, self._wait_for_timeout_key, False)
 
-    def others(self) -> str:
+    def describe_peers(self) -> str:
         """Returns the state of the other ranks, as text for the report.
 
         The text names silent ranks. If there are none, it has the current line of up to 8 ranks. If
         another rank has made a report already, returns that report. Returns within `patience`
         seconds even if the store does not answer.
         """
-        told = (
-            _within(self.patience, self._told, None)
-            or next(iter(self.heard), None)
-            or _silent_store()
+        report = (
+            _call_with_limit(self.patience, self._share_report, None)
+            or self.peer_report
+            or _describe_silent_store()
         )
-        return seen_from(self.rank, told)
+        return report_for_rank(self.rank, report)
 
-    def silent(self, ranks: Sequence[int]) -> str | None:
+    def describe_silent(self, ranks: Sequence[int]) -> str | None:
         """Checks the heartbeats of some ranks.
 
         Args:
@@ -148,115 +152,133 @@ class Heartbeat:
             Text with the silent ranks or a problem of the store. None if all ranks beat.
         """
 
-        def asked() -> str | None:
+        def check() -> str | None:
             try:
-                return _said_of(self._seen(ranks)[0])
+                silent, _ = self._check_heartbeats(ranks)
             except dist.DistStoreError:  # no answer in time
-                return _silent_store()
+                return _describe_silent_store()
             except RuntimeError:
-                return _silent_store(gone=True)
+                return _describe_ended_store()
+            return _describe_silent_ranks(silent) if silent else None
 
-        return _within(self.patience, asked, _silent_store())
+        return _call_with_limit(self.patience, check, _describe_silent_store())
 
     @property
     def patience(self) -> float:
         """Seconds to wait for answers of the store at most."""
-        # `_seen` waits 2.5 beats between two reads.
-        return 4 * self.every + 5
+        # `_check_heartbeats` waits 2.5 beats between two reads.
+        return 4 * self.interval + 5
 
     def _beat(self) -> None:
         """Writes heartbeats until `close`. Runs in the thread."""
         count = 0
+        delay = 0.0
         # The store may end before this rank. Stop then: each further call would make torch print a
         # traceback.
         with suppress(RuntimeError):
-            while not self.ended.wait(self.every if count else 0):
+            while not self.ended.wait(delay):
+                delay = self.interval
                 count += 1
                 # No answer in time: try again at the next beat.
                 with suppress(dist.DistStoreError):
-                    self._beats.set(_key(self.rank), f"{count} {doing(self.where())}")
-                    if not self.heard and (found := self._found(self._beats)):
-                        self.heard.append(found)
+                    activity = describe_activity(self.main_frame())
+                    self._beat_store.set(_key(self.rank), f"{count} {activity}")
+                    if self.peer_report is None:
+                        self.peer_report = self._read_report(self._beat_store)
 
-    def _said(self) -> bool:
-        """Returns whether a rank has timed out. Waits up to _UNSAID seconds for its key."""
-        end = time.monotonic() + _UNSAID
-        while not (said := bool(self._reads.check([_WAITED]))) and time.monotonic() < end:
+    def _wait_for_timeout_key(self) -> bool:
+        """Returns whether a rank has timed out. Waits up to _SHORT_WAIT seconds for its key."""
+        end = time.monotonic() + _SHORT_WAIT
+        while True:
+            if self._read_store.check([_TIMEOUT_KEY]):
+                return True
+            if time.monotonic() >= end:
+                return False
             self.ended.wait(0.05)
-        return said
 
-    def _told(self) -> str | None:
+    def _share_report(self) -> str | None:
         """Returns another rank's report or makes one, and puts it into the store.
 
-        Returns None if the store has ended and `heard` has a report.
+        Returns None if the store has ended and `peer_report` has a report.
         """
         try:
-            told = self._found(self._reads) or self._all()
-            # Look again: `_all` takes seconds. Meanwhile another rank may have made its report and
-            # ended, and would be reported as silent here.
-            self._reads.set(_FOUND, told := self._found(self._reads) or told)
+            report = self._read_report(self._read_store) or self._make_report()
+            # Look again: `_make_report` takes seconds. Meanwhile another rank may have made its
+            # report and ended, and would be reported as silent here.
+            report = self._read_report(self._read_store) or report
+            self._read_store.set(_REPORT_KEY, report)
         except RuntimeError:
-            return None if self.heard else _silent_store(gone=True)
-        return told
+            if self.peer_report:
+                return None
+            return _describe_ended_store()
+        return report
 
-    def _all(self) -> str:
+    def _make_report(self) -> str:
         """Returns the silent ranks or, if all beat, what up to 8 of them are doing."""
-        silent, there = self._seen([rank for rank in range(self.size) if rank != self.rank])
-        # Ranks outside of collectives come first: the others wait for them.
-        elsewhere = {
-            rank: what for rank, what in there.items() if not what.startswith("the collective")
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        silent, activities = self._check_heartbeats(peers)
+        if silent:
+            return _describe_silent_ranks(silent)
+        # If some ranks are outside of collectives, the others wait for them.
+        outside = {
+            rank: activity
+            for rank, activity in activities.items()
+            if not activity.startswith("the collective")
         }
-        return _said_of(silent) or "; ".join(
-            f"rank {rank} is in {what}" for rank, what in list((elsewhere or there).items())[:8]
-        )
+        items = list((outside or activities).items())
+        return "; ".join(f"rank {rank} is in {activity}" for rank, activity in items[:8])
 
-    def _seen(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+    def _check_heartbeats(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
         """Reads the heartbeats of some ranks twice. A rank is silent if its heartbeat stays.
 
         Returns:
             The silent ranks, and the current line of each other rank.
         """
-        # One request for all ranks: a run may have thousands. Only if a key is missing, ask for
-        # each rank, because a read of a missing key blocks.
-        all_came = not ranks or self._reads.check([_key(rank) for rank in ranks])
-        there = (
-            list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
-        )
-        before = self._read(there)
+        # A read of a missing key blocks, so ask first. One request for all ranks: a run may have
+        # thousands. Only if a key is missing, ask for each rank.
+        started = list(ranks)
+        if ranks and not self._read_store.check([_key(rank) for rank in ranks]):
+            started = [rank for rank in ranks if self._read_store.check([_key(rank)])]
+        first_beats = self._read_heartbeats(started)
         # At least two beats: a slow rank must not be reported as silent.
-        self.ended.wait(2.5 * self.every)
-        after = self._read(there)
-        beating = {
-            rank: after[rank].partition(" ")[2] for rank in there if before[rank] != after[rank]
-        }
-        return [rank for rank in ranks if rank not in beating], beating
+        self.ended.wait(2.5 * self.interval)
+        second_beats = self._read_heartbeats(started)
+        activities = {}
+        for rank in started:
+            if first_beats[rank] != second_beats[rank]:
+                _, _, activities[rank] = second_beats[rank].partition(" ")
+        return [rank for rank in ranks if rank not in activities], activities
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _read_heartbeats(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns the heartbeats of `ranks`, which must be in the store."""
-        values = self._reads.multi_get([_key(rank) for rank in ranks]) if ranks else []
+        if not ranks:
+            return {}
+        values = self._read_store.multi_get([_key(rank) for rank in ranks])
         return {rank: bytes(value).decode() for rank, value in zip(ranks, values, strict=True)}
 
-    def _found(self, store: Any) -> str | None:
+    def _read_report(self, store: Any) -> str | None:
         """Returns the report in the store, None if no rank has made one."""
-        return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
+        if not store.check([_REPORT_KEY]):
+            return None
+        return bytes(store.get(_REPORT_KEY)).decode()
 
 
 def join(thread: threading.Thread) -> None:
-    """Waits up to _UNSAID seconds for a thread that calls the store.
+    """Waits up to _SHORT_WAIT seconds for a thread that calls the store.
 
     If a thread returns from torch's C++ code while Python exits, Python unwinds it through C++ and
     the process ends with SIGABRT: "terminate called without an active exception" (before CPython
     3.14). The limit is for a store without answers.
     """
-    thread.join(_UNSAID)
+    thread.join(_SHORT_WAIT)
 
 
 def arrive(store: Any, rank: int) -> None:
     """Marks `rank` as started in `store`, before there is a process group."""
-    store.set(f"fp8cfg/arrived/{rank}", "")
+    store.set(_arrival_key(rank), "")
 
 
-def not_arrived(store: Any, size: int) -> str | None:
+def describe_missing(store: Any, size: int) -> str | None:
     """Returns which ranks have not called `arrive`, as text for an error.
 
     Args:
@@ -267,66 +289,75 @@ def not_arrived(store: Any, size: int) -> str | None:
         None if all ranks have arrived or the store does not answer.
     """
 
-    def found() -> list[int]:
-        return [rank for rank in range(size) if not store.check([f"fp8cfg/arrived/{rank}"])]
+    def list_missing() -> list[int]:
+        return [rank for rank in range(size) if not store.check([_arrival_key(rank)])]
 
-    ranks = _within(_UNSAID, found, [])
-    return f"{_ranks(ranks)} did not: {_GONE}, or not started" if ranks else None
+    missing = _call_with_limit(_SHORT_WAIT, list_missing, [])
+    if not missing:
+        return None
+    return f"{_ranks(missing)} did not: {_GONE}, or not started"
 
 
-def _agent_holds_store() -> bool:
+def _arrival_key(rank: int) -> str:
+    return f"fp8cfg/arrived/{rank}"
+
+
+def _agent_runs_store() -> bool:
     """Returns whether torchrun's agent runs the store instead of rank 0."""
     # torch.distributed.rendezvous reads the same variable.
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _silent_store(gone: bool = False) -> str:
-    """Returns the text for a store without answers or, if `gone`, for an ended one."""
-    holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
-    if gone:
-        return f"{holder}, which held the store, has ended"
-    return f"{holder}, which holds the store, does not answer: {_GONE}"
+def _store_host() -> str:
+    """Returns the process that runs the store, as text."""
+    return "the launcher's agent" if _agent_runs_store() else "rank 0"
 
 
-def _said_of(silent: Sequence[int]) -> str | None:
-    """Returns the text for silent ranks, None if there are none."""
-    if not silent:
-        return None
+def _describe_ended_store() -> str:
+    return f"{_store_host()}, which held the store, has ended"
+
+
+def _describe_silent_store() -> str:
+    return f"{_store_host()}, which holds the store, does not answer: {_GONE}"
+
+
+def _describe_silent_ranks(silent: Sequence[int]) -> str:
+    """Returns the text for one or more silent ranks."""
     verb = "is" if len(silent) == 1 else "are"
     return f"{_ranks(silent)} {verb} silent: {_GONE}, or busy outside Python"
 
 
-def seen_from(rank: int, diagnosis: str) -> str:
+def report_for_rank(rank: int, report: str) -> str:
     """Returns a report from the point of view of `rank`.
 
     If the report names `rank` as silent, the rank was stopped and has continued. The new text says
     so.
     """
-    silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", diagnosis)
+    silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", report)
     if silent is None or str(rank) not in silent[1].split(", "):
-        return diagnosis
+        return report
     return "the other ranks waited for this one, which was stopped, or busy outside Python"
 
 
-def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
+def _call_with_limit(seconds: float, call: Callable[[], T], default: U) -> T | U:
     """Calls a function of the store with a time limit.
 
     Args:
         seconds: The limit.
         call: The function.
-        otherwise: Returned if the call takes longer or raises RuntimeError, as for an ended store.
+        default: Returned if the call takes longer or raises RuntimeError, as for an ended store.
     """
-    found: list[T | U] = [otherwise]
+    results: list[T | U] = [default]
 
-    def calls() -> None:
+    def run() -> None:
         with suppress(RuntimeError):
-            found.append(call())
+            results.append(call())
 
     # A daemon thread: a blocked call in C++ cannot be interrupted.
-    calling = threading.Thread(target=calls, daemon=True)
-    calling.start()
-    calling.join(seconds)
-    return found[-1]
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[-1]
 
 
 def _key(rank: int) -> str:

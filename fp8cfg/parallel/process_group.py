@@ -29,7 +29,13 @@ from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.parallel import heartbeat
 from fp8cfg.parallel.mesh import SAME_LAYERS, SAME_PARAMETERS, forget_meshes, submesh
 from fp8cfg.parallel.sharding import ranks
-from fp8cfg.parallel.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
+from fp8cfg.parallel.stalled_ranks import (
+    Phase,
+    StallWatch,
+    find_collective_error,
+    first_line,
+    report_missing_ranks,
+)
 from fp8cfg.schema.errors import ConfigError, RankLost
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.tables import size
@@ -229,10 +235,10 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
         device_ids = [torch.cuda.current_device()] if device == "cuda" else None
         dist.barrier(device_ids=device_ids)
     except RuntimeError as error:
-        stalled = watch.diagnosis(error)
+        stalled = watch.diagnose(error)
         if stalled:
             raise stalled from error
-        lost = broken(error)
+        lost = find_collective_error(error)
         if lost:
             message = f"another rank has ended; its log has the reason ({first_line(lost)})"
             raise RankLost(message) from error
@@ -263,11 +269,11 @@ def _start_group(backend: str, timeout: Timeout) -> None:
     limit = timedelta(seconds=timeout.start)
     if not _MEETING:
         # One store for all groups: a second store may meet the end of the first.
-        with all_started(timeout), _free_port():
+        with report_missing_ranks(timeout), _free_port():
             _MEETING.append(next(rendezvous("env://", timeout=limit)))
     store, rank, world_size = _MEETING[0]
     store = PrefixStore(f"restart {restarts}, group {next(_GROUPS)}", store)
-    with all_started(timeout, partial(heartbeat.not_arrived, store, world_size)):
+    with report_missing_ranks(timeout, partial(heartbeat.describe_missing, store, world_size)):
         heartbeat.arrive(store, rank)
         device = None
         if backend == "nccl":

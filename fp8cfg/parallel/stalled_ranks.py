@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Literal, TypeGuard
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fp8cfg.parallel.blocked_collective import doing, raised_in
+from fp8cfg.parallel.blocked_collective import describe_activity, find_collective
 from fp8cfg.parallel.heartbeat import Heartbeat, join
 from fp8cfg.parallel.mesh import group_axes, neighbors
 from fp8cfg.schema.errors import RankStalled
@@ -33,14 +33,14 @@ from fp8cfg.schema.training import Strategy, Timeout
 Phase = Literal["start", "step"]
 # _set_pg_timeout is deprecated in torch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-APART = "checkpoint"
+ASYNC_SAVE_GROUP = "checkpoint"
 """Description of the process group of async saves. Phases don't change its timeout."""
-_MARKS = ("gloo/transport/", "Application timeout caused pair closure")
+_GLOO_TEXTS = ("gloo/transport/", "Application timeout caused pair closure")
 """Text in gloo's errors. They are plain RuntimeErrors (torch 2.13).
 
 Most have the path of their source file. The second text is from one without a path.
 """
-_LATE = ("imed out", "timeout")
+_TIMEOUT_TEXTS = ("imed out", "timeout")  # "Timed out" or "timed out"
 
 
 class StallWatch:
@@ -56,15 +56,18 @@ class StallWatch:
     """
 
     def __init__(self, timeout: Timeout, strategy: Strategy) -> None:
-        self.timeout, self.strategy, self.phase, self.step = timeout, strategy, "start", 0
+        self.timeout = timeout
+        self.strategy = strategy
+        self.phase: Phase = "start"
+        self.step = 0
         # At least 8 beats within each timeout.
-        self.beats = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
+        self.heartbeat = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
         # Start times of this step and the two before it. See `_warn`.
-        self._began = deque([time.monotonic()], maxlen=3)
+        self._start_times = deque([time.monotonic()], maxlen=3)
         self._warning = threading.Thread(
             target=self._warn, name="fp8cfg stall warning", daemon=True
         )
-        # gloo raises an error at the timeout, for `diagnosis`. NCCL's watchdog ends the
+        # gloo raises an error at the timeout, for `diagnose`. NCCL's watchdog ends the
         # process instead, so the warning must come before.
         if dist.get_backend() == dist.Backend.NCCL:
             self._warning.start()
@@ -82,12 +85,12 @@ class StallWatch:
             limit = timedelta(seconds=getattr(self.timeout, phase))
             for group in list(distributed_c10d._world.pg_map):
                 # An int is torch's placeholder for a group without this rank.
-                if not isinstance(group, int) and group.group_desc != APART:
+                if not isinstance(group, int) and group.group_desc != ASYNC_SAVE_GROUP:
                     _set_timeout(limit, group)
         self.phase = phase
-        self._began.append(time.monotonic())
+        self._start_times.append(time.monotonic())
 
-    def diagnosis(self, error: RuntimeError) -> RankStalled | None:
+    def diagnose(self, error: RuntimeError) -> RankStalled | None:
         """Returns the error for a collective that timed out, on this rank or on another one.
 
         Args:
@@ -97,27 +100,33 @@ class StallWatch:
             An error with the collective, its axis and the state of the other ranks. None if no
             collective timed out.
         """
-        of = broken(error)
-        if of is None:
-            return None
-        if late := _late(of):
-            self.beats.waited_in_vain()
-        # The connection is closed, but no rank timed out: a rank has ended.
-        elif not self.beats.another_waited():
+        cause = find_collective_error(error)
+        if cause is None:
             return None
         limit = f"{self._limit:g} s (trainer.timeout.{self.phase})"
-        how = f"timed out after {limit}" if late else f"was aborted by a rank after {limit}"
-        where, others = raised_in(of), self.beats.others()
-        axes = where.group and group_axes(
-            self.strategy, dist.get_process_group_ranks(where.group), self.beats.size
-        )
-        over = f" over {axes}" if axes else ""
-        what = f"{where}{over}{'' if where.name else f' ({first_line(of)})'}"
-        return RankStalled(f"step {max(self.step, 1)}: {what} {how}: {others}")
+        if _is_timeout(cause):
+            self.heartbeat.announce_timeout()
+            outcome = f"timed out after {limit}"
+        elif self.heartbeat.has_peer_timed_out():
+            outcome = f"was aborted by a rank after {limit}"
+        else:
+            # The connection is closed, but no rank timed out: a rank has ended.
+            return None
+        collective = find_collective(cause)
+        description = str(collective)
+        if collective.group:
+            ranks = dist.get_process_group_ranks(collective.group)
+            axes = group_axes(self.strategy, ranks, self.heartbeat.size)
+            if axes:
+                description += f" over {axes}"
+        if not collective.name:
+            description += f" ({first_line(cause)})"
+        peers = self.heartbeat.describe_peers()
+        return RankStalled(f"step {max(self.step, 1)}: {description} {outcome}: {peers}")
 
     def close(self) -> None:
         """Ends the heartbeat and the warnings."""
-        self.beats.close()
+        self.heartbeat.close()
         if self._warning.ident is not None:
             join(self._warning)
 
@@ -132,33 +141,35 @@ class StallWatch:
         The warning names the silent ranks among this rank's receivers, once for the same ranks. If
         none is silent, the step is just slow, and nothing is printed.
         """
-        asked, said = neighbors(self.strategy, self.beats.rank, self.beats.size), None
+        heartbeat = self.heartbeat
+        receivers = neighbors(self.strategy, heartbeat.rank, heartbeat.size)
         # The check takes at most this many seconds.
-        early = self.beats.every + self.beats.patience
-        while not self.beats.ended.wait(self.beats.every):
+        check_time = heartbeat.interval + heartbeat.patience
+        last_silent: str | None = None
+        while not heartbeat.ended.wait(heartbeat.interval):
             # Steps are launched ahead of the GPU, so collectives of earlier steps may still run.
             # Measure from the oldest start.
-            first, began = self._began[0], self._began[-1]
-            if time.monotonic() - first < self._limit - early:
+            oldest_start, step_start = self._start_times[0], self._start_times[-1]
+            if time.monotonic() - oldest_start < self._limit - check_time:
                 continue
-            silent = self.beats.silent(asked)
-            # The next step has begun during the check, so this one was not stalled.
-            if self._began[-1] != began or silent == said or self.beats.ended.is_set():
+            silent = heartbeat.describe_silent(receivers)
+            # If the next step has begun during the check, this one was not stalled.
+            has_moved_on = self._start_times[-1] != step_start
+            if has_moved_on or silent == last_silent or heartbeat.ended.is_set():
                 continue
-            if said := silent:
-                after = (
-                    f"after {time.monotonic() - first:.0f} s of {self._limit:g}"
-                    f" (trainer.timeout.{self.phase})"
-                )
+            last_silent = silent
+            if silent:
+                elapsed = time.monotonic() - oldest_start
+                activity = describe_activity(heartbeat.main_frame())
                 print(
-                    f"rank {self.beats.rank}: warning: step {max(self.step, 1)}:"
-                    f" {doing(self.beats.where())}, {after}: {silent}",
+                    f"rank {heartbeat.rank}: warning: step {max(self.step, 1)}: {activity}, after"
+                    f" {elapsed:.0f} s of {self._limit:g} (trainer.timeout.{self.phase}): {silent}",
                     file=sys.stderr,
                     flush=True,
                 )
 
 
-def broken(error: BaseException) -> RuntimeError | None:
+def find_collective_error(error: BaseException) -> RuntimeError | None:
     """Returns the error of a collective after a timeout or a closed connection.
 
     Args:
@@ -167,16 +178,27 @@ def broken(error: BaseException) -> RuntimeError | None:
     Returns:
         The innermost such error in the chain of causes, or None.
     """
-    found, each = None, cast("BaseException | None", error)
-    while each:
-        # Match gloo's own text: errors of a data server or of CUDA mention timeouts and connections
-        # too.
-        if isinstance(each, RuntimeError) and (
-            isinstance(each, dist.DistError) or any(mark in str(each) for mark in _MARKS)
-        ):
-            found = each if _late(each) or "onnection" in str(each) else found
-        each = each.__cause__
-    return found
+    innermost = None
+    cause: BaseException | None = error
+    while cause:
+        if _is_collective_error(cause) and (_is_timeout(cause) or "onnection" in str(cause)):
+            innermost = cause
+        cause = cause.__cause__
+    return innermost
+
+
+def _is_collective_error(error: BaseException) -> TypeGuard[RuntimeError]:
+    """Returns whether torch.distributed or gloo raised an error."""
+    if isinstance(error, dist.DistError):
+        return True
+    # Match gloo's own text: errors of a data server or of CUDA mention timeouts and connections
+    # too.
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO_TEXTS)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Returns whether an error reports a timeout."""
+    return any(text in str(error) for text in _TIMEOUT_TEXTS)
 
 
 def first_line(error: BaseException) -> str:
@@ -184,30 +206,25 @@ def first_line(error: BaseException) -> str:
     return textwrap.shorten(str(error).partition("\n")[0], 160, placeholder=" ...")
 
 
-def _late(error: BaseException) -> bool:
-    """Returns whether an error reports a timeout."""
-    return any(word in str(error) for word in _LATE)
-
-
 @contextmanager
-def all_started(
-    timeout: Timeout, not_arrived: Callable[[], str | None] = lambda: None
+def report_missing_ranks(
+    timeout: Timeout, describe_missing: Callable[[], str | None] = lambda: None
 ) -> Iterator[None]:
     """Context manager around the start of a process group.
 
     Args:
         timeout: The timeouts. The start has its own.
-        not_arrived: Returns which ranks are missing, or None.
+        describe_missing: Returns which ranks are missing, or None.
 
     Raises:
         RankStalled: Some ranks did not start in time.
     """
     try:
         yield
-    except RuntimeError as e:  # DistStoreError, DistNetworkError
-        if not _late(e):
+    except RuntimeError as error:  # DistStoreError, DistNetworkError
+        if not _is_timeout(error):
             raise
-        why = not_arrived() or first_line(e)
+        reason = describe_missing() or first_line(error)
         raise RankStalled(
-            f"not all ranks started within {timeout.start:g} s (trainer.timeout.start): {why}"
-        ) from e
+            f"not all ranks started within {timeout.start:g} s (trainer.timeout.start): {reason}"
+        ) from error

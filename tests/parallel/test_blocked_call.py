@@ -60,14 +60,14 @@ def test_collective_that_an_error_comes_from(
         lambda: async_copies.wait(work, dist.all_to_all_single, None): "all_to_all_single",  # type: ignore[arg-type]
         Rank().gathers: "a collective",
     }.items():
-        assert (str(found := blocked_collective.raised_in(failed(where))), found.group) == (
+        assert (str(found := blocked_collective.find_collective(failed(where))), found.group) == (
             name,
             world,
         )
     with pytest.raises(ValueError, match="complex") as e:
         dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
-    assert blocked_collective.raised_in(e.value) == ("all_reduce", world)
-    assert blocked_collective.raised_in(failed(lambda: wait_tensor())) == (None, None)
+    assert blocked_collective.find_collective(e.value) == ("all_reduce", world)
+    assert blocked_collective.find_collective(failed(lambda: wait_tensor())) == (None, None)
 
 
 def test_collective_of_a_distributed_tensor(
@@ -87,12 +87,14 @@ def test_collective_of_a_distributed_tensor(
 
     monkeypatch.setattr(funcol.AsyncCollectiveTensor, "trigger_wait", trigger_wait)
     monkeypatch.setattr(funcol.AsyncCollectiveTensor, "wait", trigger_wait)
-    assert blocked_collective.raised_in(failed(norm.full_tensor)) == (
+    assert blocked_collective.find_collective(failed(norm.full_tensor)) == (
         "all_reduce",
         mesh.get_group("tp"),
     )
     part = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
-    assert blocked_collective.raised_in(failed(part.full_tensor)).group == mesh.get_group("tp")
+    assert blocked_collective.find_collective(failed(part.full_tensor)).group == mesh.get_group(
+        "tp"
+    )
 
 
 def test_where_a_thread_is() -> None:
@@ -107,14 +109,15 @@ def test_where_a_thread_is() -> None:
     ready.wait()
     assert thread.ident is not None
     assert re.match(
-        r"threading\.py:\d+$", blocked_collective.doing(sys._current_frames()[thread.ident])
+        r"threading\.py:\d+$",
+        blocked_collective.describe_activity(sys._current_frames()[thread.ident]),
     )
     go_on.set()
     thread.join()
     said = list[str]()
     event: Any = SimpleNamespace(
         query=lambda: False,
-        synchronize=lambda: said.append(blocked_collective.doing(sys._getframe())),
+        synchronize=lambda: said.append(blocked_collective.describe_activity(sys._getframe())),
     )
     copy = HostCopy(torch.ones(1), event)
     PendingStep(1, 0.1, {"loss": 1}, copy, None, 1.0, True, 0, "", "").wait()
@@ -130,10 +133,10 @@ def test_where_a_thread_is() -> None:
         (fsdp, "pre_backward"),
     ):
         exec(compile(f"def {name}(call): return call()", file, "exec"), found := dict[str, Any]())
-        said = found[name](lambda: blocked_collective.doing(sys._getframe()))
+        said = found[name](lambda: blocked_collective.describe_activity(sys._getframe()))
         assert (said == f"the collective {name}") == (name == "all_reduce"), said
     assert (
-        blocked_collective.doing(None) == "no Python"
+        blocked_collective.describe_activity(None) == "no Python"
         and heartbeat._ranks([3]) == "rank 3"
         and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
     )

@@ -26,13 +26,15 @@ def two() -> Iterator[dist.TCPStore]:
 def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStore) -> None:
     beats = heartbeat.Heartbeat(0.05)
     try:
-        store = beats._beats
-        beats._beats = failing = Failing(dist.DistStoreError("wait timeout after 50ms, keys: /a"))
+        store = beats._beat_store
+        beats._beat_store = failing = Failing(
+            dist.DistStoreError("wait timeout after 50ms, keys: /a")
+        )
         until(lambda: failing.asked > 1, "no second try")
-        beats._beats = store
-        beats._reads.delete_key(heartbeat._key(0))
-        until(lambda: beats._reads.check([heartbeat._key(0)]), "no beat")
-        beats._beats = Failing(dist.DistNetworkError("Broken pipe"))
+        beats._beat_store = store
+        beats._read_store.delete_key(heartbeat._key(0))
+        until(lambda: beats._read_store.check([heartbeat._key(0)]), "no beat")
+        beats._beat_store = Failing(dist.DistNetworkError("Broken pipe"))
         beats._thread.join(100)
         assert not beats._thread.is_alive() and not beats.ended.is_set()
     finally:
@@ -44,17 +46,17 @@ def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(
 ) -> None:
     beats, key = heartbeat.Heartbeat(0.05), heartbeat._key(0)
     try:
-        until(lambda: beats._reads.check([key]), "no beat")
+        until(lambda: beats._read_store.check([key]), "no beat")
         _cut(two.port)
-        beats._reads.delete_key(key)
-        until(lambda: beats._reads.check([key]), "no beat after the fault")
+        beats._read_store.delete_key(key)
+        until(lambda: beats._read_store.check([key]), "no beat after the fault")
         assert beats._thread.is_alive() and "sendBytes failed" in capfd.readouterr().err
     finally:
         beats.close()
     ended = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    beats._reads._store = dist.TCPStore("127.0.0.1", ended.port, is_master=False)
+    beats._read_store._store = dist.TCPStore("127.0.0.1", ended.port, is_master=False)
     del ended
-    assert beats.silent([1]) == "rank 0, which held the store, has ended"
+    assert beats.describe_silent([1]) == "rank 0, which held the store, has ended"
 
 
 def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(
@@ -64,11 +66,11 @@ def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(
     beats, entered = heartbeat.Heartbeat(0.01), threading.Event()
     monkeypatch.setattr(
         beats,
-        "_beats",
+        "_beat_store",
         SimpleNamespace(
             set=lambda key, value: entered.set() or time.sleep(0.3),
-            check=beats._reads.check,
-            get=beats._reads.get,
+            check=beats._read_store.check,
+            get=beats._read_store.get,
         ),
     )
     assert entered.wait(100)

@@ -41,13 +41,13 @@ def test_error_that_another_one_was_raised_from() -> None:
         CLOSED,
         "Application timeout caused pair closure",
     ):
-        assert str(stalled_ranks.broken(failed(lambda why=why: stage(why)))) == why  # type: ignore[misc]
+        assert str(stalled_ranks.find_collective_error(failed(lambda why=why: stage(why)))) == why  # type: ignore[misc]
     for why in (
         "a matrix of 3 rows",
         "tokens of the data server: Connection refused",
         "CUDA error: the launch timed out and was terminated",
     ):
-        assert stalled_ranks.broken(failed(lambda why=why: stage(why))) is None  # type: ignore[misc]
+        assert stalled_ranks.find_collective_error(failed(lambda why=why: stage(why))) is None  # type: ignore[misc]
 
 
 def test_error_that_was_raised_while_another_one_was_handled(two: dist.TCPStore) -> None:
@@ -59,9 +59,9 @@ def test_error_that_was_raised_while_another_one_was_handled(two: dist.TCPStore)
         except RuntimeError:
             raise RuntimeError("a matrix of 3 rows")  # noqa: B904
 
-    assert stalled_ranks.broken(failed(handles)) is None
+    assert stalled_ranks.find_collective_error(failed(handles)) is None
     late = failed(lambda: two.wait(["nobody writes it"], stalled_ranks.timedelta(seconds=0.1)))
-    assert type(late) is dist.DistStoreError and stalled_ranks.broken(late) is late
+    assert type(late) is dist.DistStoreError and stalled_ranks.find_collective_error(late) is late
 
 
 def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,45 +69,47 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
     late, closed = RuntimeError(f"{GLOO} Timed out waiting 400ms"), RuntimeError(CLOSED)
     watch = stalled_ranks.StallWatch(Timeout(start=0.4, step=0.4), Strategy())
     try:
-        assert watch.diagnosis(RuntimeError("a matrix of 3 rows")) is None
+        assert watch.diagnose(RuntimeError("a matrix of 3 rows")) is None
         assert (
-            watch.diagnosis(RuntimeError("CUDA error: the launch timed out and was terminated"))
+            watch.diagnose(RuntimeError("CUDA error: the launch timed out and was terminated"))
             is None
         )
-        assert not watch.beats._reads.check([heartbeat._WAITED])
-        assert str(watch.diagnosis(late)) == (
+        assert not watch.heartbeat._read_store.check([heartbeat._TIMEOUT_KEY])
+        assert str(watch.diagnose(late)) == (
             f"step 1: a collective ({GLOO} Timed out waiting 400ms) timed out after 0.4 s (trainer.timeout.start): "
             f"rank 1 {SILENT}"
         )
-        until(lambda: bool(watch.beats.heard), "no beat")
-        store = watch.beats._reads
-        assert watch.beats._found(store) == f"rank 1 {SILENT}"
-        store.set(heartbeat._FOUND, "rank 3 is silent")
+        until(lambda: bool(watch.heartbeat.peer_report), "no beat")
+        store = watch.heartbeat._read_store
+        assert watch.heartbeat._read_report(store) == f"rank 1 {SILENT}"
+        store.set(heartbeat._REPORT_KEY, "rank 3 is silent")
         assert re.fullmatch(
             r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was aborted by a rank after 0\.4 s "
             r"\(trainer\.timeout\.start\): rank 3 is silent",
-            str(watch.diagnosis(closed)),
+            str(watch.diagnose(closed)),
         )
-        store.delete_key(heartbeat._WAITED)
-        monkeypatch.setattr(heartbeat, "_UNSAID", 0.1)
-        assert watch.diagnosis(closed) is None  # another rank has ended for a reason of its own
+        store.delete_key(heartbeat._TIMEOUT_KEY)
+        monkeypatch.setattr(heartbeat, "_SHORT_WAIT", 0.1)
+        assert watch.diagnose(closed) is None  # another rank has ended for a reason of its own
         watch.close()
-        watch.beats._thread.join()
-        monkeypatch.setattr(watch.beats, "_told", lambda: threading.Event().wait(10))
+        watch.heartbeat._thread.join()
+        monkeypatch.setattr(watch.heartbeat, "_share_report", lambda: threading.Event().wait(10))
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
-        assert watch.beats.others() == f"rank 1 {SILENT}"  # heard by the heartbeat
-        watch.beats.heard.clear()
+        assert watch.heartbeat.describe_peers() == f"rank 1 {SILENT}"  # heard by the heartbeat
+        watch.heartbeat.peer_report = None
         assert (
-            watch.beats.others()
+            watch.heartbeat.describe_peers()
             == "rank 0, which holds the store, does not answer: stopped, or its machine is lost"
         )
-        monkeypatch.setattr(watch.beats, "_reads", Failing(dist.DistNetworkError("Broken pipe")))
+        monkeypatch.setattr(
+            watch.heartbeat, "_read_store", Failing(dist.DistNetworkError("Broken pipe"))
+        )
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 60)
-        assert watch.beats.silent([1]) == "rank 0, which held the store, has ended"
+        assert watch.heartbeat.describe_silent([1]) == "rank 0, which held the store, has ended"
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         assert (
-            watch.beats.others()
+            watch.heartbeat.describe_peers()
             == "the launcher's agent, which holds the store, does not answer: stopped, or its machine is lost"
         )
     finally:
@@ -123,12 +125,12 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
     watch = stalled_ranks.StallWatch(Timeout(start=60, step=0.8), Strategy())
     try:
         other, count, beating, asked = (
-            watch.beats._reads.clone(),
+            watch.heartbeat._read_store.clone(),
             itertools.count(),
             threading.Event(),
             list[int](),
         )
-        read, silent = watch.beats._read, watch.beats.silent
+        read, silent = watch.heartbeat._read_heartbeats, watch.heartbeat.describe_silent
 
         def beats_and_read(ranks: Any) -> dict[int, str]:
             if beating.is_set():
@@ -139,8 +141,8 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
             asked.append(1)
             return silent(ranks)
 
-        monkeypatch.setattr(watch.beats, "_read", beats_and_read)
-        monkeypatch.setattr(watch.beats, "silent", counted)
+        monkeypatch.setattr(watch.heartbeat, "_read_heartbeats", beats_and_read)
+        monkeypatch.setattr(watch.heartbeat, "describe_silent", counted)
 
         def said(beats: bool) -> str:
             """Until it has looked once from the beginning to the end."""
@@ -157,7 +159,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
         assert re.fullmatch(warning, said(beats=False))
         watch.apply_timeout("step", 8)
         assert said(beats=False) == ""
-        watch._began[0] -= 100  # the oldest step that may be under way
+        watch._start_times[0] -= 100  # the oldest step that may be under way
         assert said(beats=True) == "" and re.fullmatch(
             warning.replace(r"\d+ s", r"1\d\d s"), said(beats=False)
         )
@@ -211,6 +213,6 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
 )
 def test_a_rank_that_was_stopped_does_not_name_itself(diagnosis: str, silent: set[int]) -> None:
     for rank in (0, 1, 2, 3, 12):
-        said = heartbeat.seen_from(rank, diagnosis)
+        said = heartbeat.report_for_rank(rank, diagnosis)
         waited = "the other ranks waited for this one, which was stopped, or busy outside Python"
         assert said == (waited if rank in silent else diagnosis)
