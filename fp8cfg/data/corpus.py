@@ -372,22 +372,19 @@ def load_corpus(
     refuse_too_much(found, path)
     counted = _Counted(found.texts)
     corpus = from_documents(found.name, counted, found.what, tokenizer)
-    description = (
-        f"{found.what}, {counted.documents} documents, {counted.bytes / 1e6:.2f} MB{found.remark}"
-    )
+    description = f"{found.what}, {counted.documents} documents{found.remark}"
     return replace(corpus, description=description, vocab_size=vocab_size or corpus.vocab_size)
 
 
 class _Counted:
-    """Iterator over texts that counts documents and bytes."""
+    """Iterator over texts that counts documents."""
 
     def __init__(self, texts: Iterator[bytes]) -> None:
-        self.texts, self.documents, self.bytes = texts, 0, 0
+        self.texts, self.documents = texts, 0
 
     def __iter__(self) -> Iterator[bytes]:
         for text in self.texts:
             self.documents += 1
-            self.bytes += len(text)
             yield text
 
 

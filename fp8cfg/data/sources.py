@@ -239,8 +239,7 @@ def stdlib_documents() -> Documents:
         return tiny_documents(
             note=f" instead of the standard library, which has no sources in {root}"
         )
-    version = f"{platform.python_implementation()} {platform.python_version()}"
-    return Documents(map(_read, paths), "stdlib", f"standard library of {version}")
+    return Documents(map(_read, paths), "stdlib", f"Python {platform.python_version()}")
 
 
 def text_documents(path: str | os.PathLike[str]) -> Documents:

@@ -58,14 +58,13 @@ def short_header(recipe: Recipe, choice: Choice) -> str:
         recipe: The recipe, as it runs here.
         choice: The backend.
     """
-    fp8 = f" with {title(recipe.fp8.scaling)}" if recipe.fp8.enabled else ""
+    precision: str = recipe.precision.compute
+    if recipe.fp8.enabled:
+        precision += f" with {title(recipe.fp8.scaling)}"
     ranks = sharding.ranks()
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return labeled(
-        "recipe",
-        f"{recipe.name}, {_size(recipe)}, {recipe.precision.compute}{fp8}, backend"
-        f" {choice.backend}, {count}",
-    )
+    text = f"{recipe.name}, {_parameters(recipe)}, {precision}, {choice.backend}, {count}"
+    return labeled("recipe", text)
 
 
 def planned_tables(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
@@ -89,12 +88,17 @@ def planned_tables(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
 
 def _size(recipe: Recipe) -> str:
     """Formats the number of parameters and of training tokens."""
-    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
     trainer = recipe.trainer
     return (
-        f"{amount(parameters)} parameters, {trainer.max_steps} steps of"
+        f"{_parameters(recipe)}, {trainer.max_steps} steps of"
         f" {trainer.global_batch_size} x {recipe.model.seq_length} tokens"
     )
+
+
+def _parameters(recipe: Recipe) -> str:
+    """Formats the number of parameters."""
+    shapes = parameter_shapes(transformer_config(recipe))
+    return f"{amount(sum(map(prod, shapes.values())))} parameters"
 
 
 def _precision(recipe: Recipe) -> str:

@@ -104,5 +104,5 @@ def test_a_run_counts_its_tokens(tmp_path: Path) -> None:
     words = ["recipe=llama_tiny", "data=jsonl", f"data.path={path}"]
     batches, _ = run_data(fp8cfg.compose(words))
     assert batches.remark == (
-        f"data: jsonl, 'text' of {path}, 1000 documents, 0.01 MB, 11.00K tokens, tokenizer bytes"
+        f"data: jsonl, 'text' of {path}, 1000 documents, 11.00K tokens, tokenizer bytes"
     )
