@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,13 @@ from fp8cfg.checkpoint.tensor_layout import Groups, TensorBox
 from fp8cfg.data import Batches
 from fp8cfg.parallel.process_group import World
 from fp8cfg.parallel.stalled_ranks import ASYNC_SAVE_GROUP
-from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import (
-    CHECKPOINTS,
-    FP8_STATS,
-    METRICS,
-    RunFolder,
-    RunFolderNotWritable,
-)
+from fp8cfg.run_folder.file_names import CHECKPOINTS, FP8_STATS, METRICS
+from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
 from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.schema.tables import size
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 
 class Diverged(Fp8cfgError):

@@ -14,7 +14,8 @@ from fp8cfg.cli.recipe_arguments import composed, recipe_path
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.planning import graph_text, job_plan
 from fp8cfg.report import differences
-from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
+from fp8cfg.run_folder.file_names import ENVIRONMENT
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import shown
 from fp8cfg.schema.messages import colored

@@ -29,7 +29,8 @@ from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import largest_rank_count, layout_violations
 from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
-from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
+from fp8cfg.run_folder.file_names import RECIPE
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.messages import Say, say_on_stderr

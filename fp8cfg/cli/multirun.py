@@ -35,8 +35,9 @@ from fp8cfg.composition.sweep_overrides import Sweep, refused
 from fp8cfg.composition.sweep_overrides import read as read_overrides
 from fp8cfg.execution.process_memory import free_memory
 from fp8cfg.run_folder import metrics_file
-from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.file_names import COVERAGE, METRICS
+from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, out_of_memory, printable, refuse_if
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.recipe import Recipe

@@ -18,8 +18,9 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.run_folder.file_names import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
 from fp8cfg.run_folder.files import StrangeFile
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunFolder
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Safe access to the files of a run folder.
+"""Safe access to the files of a run folder, and the errors of this access.
 
 All files are opened relative to the folder's descriptor. Symbolic links are never followed, so a
 shared folder cannot redirect a write to another file of the user. A hard link could do the same.
@@ -32,6 +32,39 @@ class StrangeFile(Fp8cfgError):
     Exit code 2."""
 
     exit_code = 2
+
+
+class RunFolderError(Fp8cfgError):
+    """A folder that is not a run folder, or a name or folder that a new run cannot have.
+    Exit code 2."""
+
+    exit_code = 2
+
+
+class RunFolderNotWritable(RunFolderError):
+    """The run folder cannot be written, or its disk has not enough space. Exit code 5."""
+
+    exit_code = 5
+
+
+@contextmanager
+def writable(folder: Path, key: str = "") -> Iterator[None]:
+    """Context manager to convert OSError to RunFolderNotWritable.
+
+    Args:
+        folder: The run folder, for the message.
+        key: Key of the recipe for the folder, such as "log.dir". "" without one.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = f"{key}={folder}:" if key else str(folder)
+        why = (
+            "it is no folder"
+            if os.path.exists(folder) and not os.path.isdir(folder)
+            else error.strerror or error
+        )
+        raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error
 
 
 class FolderDescriptor:

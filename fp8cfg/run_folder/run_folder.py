@@ -12,8 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import FileIO
@@ -21,42 +20,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.run_folder.environment import environment
-from fp8cfg.run_folder.file_names import CHECKPOINTS as CHECKPOINTS
-from fp8cfg.run_folder.file_names import COVERAGE as COVERAGE
-from fp8cfg.run_folder.file_names import ENVIRONMENT as ENVIRONMENT
-from fp8cfg.run_folder.file_names import FP8_STATS as FP8_STATS
-from fp8cfg.run_folder.file_names import LOCK as LOCK
-from fp8cfg.run_folder.file_names import LOGGERS as LOGGERS
-from fp8cfg.run_folder.file_names import METRICS as METRICS
-from fp8cfg.run_folder.file_names import PLAN as PLAN
-from fp8cfg.run_folder.file_names import PROFILE as PROFILE
-from fp8cfg.run_folder.file_names import RECIPE as RECIPE
-from fp8cfg.run_folder.file_names import REQUEST as REQUEST
-from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
-from fp8cfg.run_folder.file_names import SOURCES as SOURCES
-from fp8cfg.run_folder.file_names import STATUS as STATUS
-from fp8cfg.run_folder.file_names import TENSORBOARD as TENSORBOARD
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.file_names import (
+    CHECKPOINTS,
+    COVERAGE,
+    ENVIRONMENT,
+    FP8_STATS,
+    LOCK,
+    LOGGERS,
+    METRICS,
+    PLAN,
+    RECIPE,
+    REQUEST,
+    SOURCES,
+    STATUS,
+    TENSORBOARD,
+)
+from fp8cfg.run_folder.files import (
+    RunFiles,
+    RunFolderError,
+    RunFolderNotWritable,
+    StrangeFile,
+    writable,
+)
 from fp8cfg.run_folder.summary import run_folder_html
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError, folder_taken
+from fp8cfg.schema.errors import ConfigError, folder_taken
 from fp8cfg.schema.new_folder import make_new_folder
 from fp8cfg.schema.safe_files import plain_text
 
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
-
-
-class RunFolderError(Fp8cfgError):
-    """A folder that is not a run folder, or a name or folder that a new run cannot have.
-    Exit code 2."""
-
-    exit_code = 2
-
-
-class RunFolderNotWritable(RunFolderError):
-    """The run folder cannot be written, or its disk has not enough space. Exit code 5."""
-
-    exit_code = 5
 
 
 class RunFolderDeleted(RunFolderError):
@@ -75,26 +67,6 @@ class RunFolderInUse(RunFolderError):
     """Another process holds the lock of the run folder. Exit code 6."""
 
     exit_code = 6
-
-
-@contextmanager
-def writable(folder: Path, key: str = "") -> Iterator[None]:
-    """Context manager to convert OSError to RunFolderNotWritable.
-
-    Args:
-        folder: The run folder, for the message.
-        key: Key of the recipe for the folder, such as "log.dir". "" without one.
-    """
-    try:
-        yield
-    except OSError as error:
-        named = f"{key}={folder}:" if key else str(folder)
-        why = (
-            "it is no folder"
-            if os.path.exists(folder) and not os.path.isdir(folder)
-            else error.strerror or error
-        )
-        raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error
 
 
 def take_lock(files: RunFiles) -> FileIO:

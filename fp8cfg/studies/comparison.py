@@ -10,9 +10,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import writable
-from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.schema.keys import short, shown
 from fp8cfg.schema.node import Node

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.file_names import FP8_STATS
+from fp8cfg.run_folder.files import RunFiles, RunFolderError, StrangeFile
 from fp8cfg.run_folder.metrics_file import complete_lines, parse
-from fp8cfg.run_folder.run_folder import FP8_STATS, RunFolderError
 from fp8cfg.schema.errors import printable
 from fp8cfg.studies.decimation import Floats, Reduction, merge_columns
 

@@ -23,7 +23,8 @@ from fp8cfg.execution.process_memory import free_memory
 from fp8cfg.planning.fit_search import overrides_only
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.preflight import check_run
-from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
+from fp8cfg.run_folder.file_names import RECIPE
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full, spelled
 from fp8cfg.schema.messages import Say

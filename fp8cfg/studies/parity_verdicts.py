@@ -17,8 +17,8 @@ from typing import Any
 from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.peak_memory import count_parameters
 from fp8cfg.run_folder.environment import differences
+from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import COVERAGE, ENVIRONMENT
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies.loss_gap import (
     GapAtStep,

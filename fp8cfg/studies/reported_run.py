@@ -10,8 +10,9 @@ from typing import Any
 
 from fp8cfg.planning.hardware import GPUS
 from fp8cfg.planning.plan_report import PlanReport, plan
-from fp8cfg.run_folder.files import StrangeFile
-from fp8cfg.run_folder.run_folder import COVERAGE, ENVIRONMENT, RunFolder, RunFolderError
+from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
+from fp8cfg.run_folder.files import RunFolderError, StrangeFile
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies.fp8_history import FP8History, read_history
 from fp8cfg.studies.run_data import RunData, find_runs, read_run

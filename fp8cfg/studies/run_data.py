@@ -12,17 +12,9 @@ from typing import Any
 
 from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.run_folder import metrics_file
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
-    LOCK,
-    METRICS,
-    RECIPE,
-    STATUS,
-    RunFolder,
-    RunFolderError,
-)
+from fp8cfg.run_folder.file_names import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS, RECIPE, STATUS
+from fp8cfg.run_folder.files import RunFiles, RunFolderError, StrangeFile
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.run_folder.status import State, Status, is_locked, read_status
 from fp8cfg.schema.errors import printable
 from fp8cfg.schema.recipe import Recipe

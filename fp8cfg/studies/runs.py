@@ -22,15 +22,9 @@ from fp8cfg.composition.overrides import parse_argument
 from fp8cfg.composition.recipe_yaml import flat, flat_data
 from fp8cfg.report.recipe_export import nearest_preset
 from fp8cfg.run_folder import metrics_file
+from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT, METRICS, RECIPE, STATUS
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import (
-    COVERAGE,
-    ENVIRONMENT,
-    METRICS,
-    RECIPE,
-    STATUS,
-    RunFolder,
-)
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.run_folder.status import STATES
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, refuse_if, suggest
 from fp8cfg.schema.keys import PLUGIN

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.run_folder import metrics_file
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import ENVIRONMENT, METRICS, RECIPE, RunFolder, RunFolderError
+from fp8cfg.run_folder.file_names import ENVIRONMENT, METRICS, RECIPE
+from fp8cfg.run_folder.files import RunFiles, RunFolderError, StrangeFile
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.messages import Say

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -30,11 +30,14 @@ from fp8cfg.checkpoint.load import LoadedTensors, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.numerics.stored_state import RAN, ROUNDING_COUNT
 from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, SKIPPED_STEPS
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.run_folder.metrics_file import NON_FINITE, Value, read, writable
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, SKIPPED_STEPS, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.training.step import StepResult
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 Policy = Literal["stop", "skip", "rewind"]
 MAX_OVERFLOWS = 100

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,6 @@ from fp8cfg.data.sources import document_places
 from fp8cfg.parallel.gradient_sync import sum_gradients
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
-from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import printable
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.bad_steps import BadStep
@@ -48,6 +47,9 @@ from fp8cfg.training.step import (
     run_pipeline,
     sum_losses,
 )
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 
 def report_fault(

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.planning.preflight import check_layout
-from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.file_names import CHECKPOINTS
+from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
 from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
 from fp8cfg.run_folder.sources import write_sources
 from fp8cfg.run_folder.summary import read_history
 from fp8cfg.schema import messages
@@ -64,6 +64,9 @@ from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
 from fp8cfg.training.step_report import Callback, StepReport
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 
 class Interrupted(Fp8cfgError):

@@ -8,19 +8,23 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.file_names import FP8_STATS, METRICS
 from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse, writable
 from fp8cfg.run_folder.metrics_file import read as read
-from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.step import count_microbatches
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 
 class MetricsLog:

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fp8cfg.building.job import Job
-from fp8cfg.run_folder.run_folder import PROFILE, RunFolder
+from fp8cfg.run_folder.file_names import PROFILE
 from fp8cfg.schema.errors import ConfigError, out_of_memory, printable
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 Say = Callable[[str], None]
 SNAPSHOT_STEPS = 3

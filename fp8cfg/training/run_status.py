@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fp8cfg.checkpoint.saver import Diverged
-from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.run_folder.status import State, write_status
 from fp8cfg.schema.errors import Fp8cfgError, out_of_memory
 from fp8cfg.training.signals import REQUEUE
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 
 class RunStatus:

@@ -25,9 +25,10 @@ from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.fit_search import changed_overrides
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
+from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, RECIPE
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import read
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys

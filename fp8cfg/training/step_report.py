@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,14 +21,17 @@ from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.planning.coverage import Coverage, low_coverage_warning
+from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.bad_steps import BadStep, Policy
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.progress import Progress
 from fp8cfg.training.step import StepResult
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 _PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 

@@ -37,7 +37,8 @@ from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.job_plan import make_plan
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder
+from fp8cfg.run_folder.file_names import CHECKPOINTS
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.hub import chosen_tokenizer
 from fp8cfg.schema.presets import precision_preset

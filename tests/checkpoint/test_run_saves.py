@@ -20,7 +20,8 @@ from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays
 from fp8cfg.composition import to_yaml
 from fp8cfg.parallel.process_group import World
-from fp8cfg.run_folder.run_folder import RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.files import RunFolderNotWritable
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.tables import size as shown_size
 from fp8cfg.training import loop, signals
 from fp8cfg.training.metrics import read

@@ -15,14 +15,12 @@ from pathlib import Path
 import pytest
 
 from fp8cfg.run_folder import environment, run_folder
-from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.files import RunFiles, RunFolderError, RunFolderNotWritable
 from fp8cfg.run_folder.run_folder import (
     RUN_FORMAT,
     OtherRunFormat,
     RunFolder,
-    RunFolderError,
     RunFolderInUse,
-    RunFolderNotWritable,
     preflight,
     take_lock,
 )

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import RunFolderError
+from fp8cfg.run_folder.files import RunFiles, RunFolderError
 from fp8cfg.studies import fp8_history
 from fp8cfg.studies.fp8_history import STATISTICS, FP8History, read_history
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
+from fp8cfg.run_folder.files import RunFolderError
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies.run_data import RunData, find_runs, read_run
 from fp8cfg.training.loop import Diverged, Interrupted

@@ -18,7 +18,7 @@ from plotly import graph_objects
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition.recipe_yaml import flat
-from fp8cfg.run_folder.run_folder import RunFolderError
+from fp8cfg.run_folder.files import RunFolderError
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import report
 from fp8cfg.studies.fp8_history import STATISTICS, FP8History

@@ -15,7 +15,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.run_folder.run_folder import RunFolderError
+from fp8cfg.run_folder.files import RunFolderError
 from fp8cfg.studies.watching import MetricsTail, watch
 from tests.support.small import small
 from tests.support.verbs import ROOT

@@ -17,8 +17,9 @@ from fp8cfg.__main__ import main
 from fp8cfg.building.job import Job
 from fp8cfg.numerics.amax_update import Overflow, RangesUsed, read_overflow
 from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.files import RunFolderError
 from fp8cfg.run_folder.metrics_file import MEASURED
-from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import overflow_watch
 from fp8cfg.training.overflow_watch import reduce_ranges_used
 from tests.support.small import small, small_words

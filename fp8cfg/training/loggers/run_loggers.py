@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from queue import Full, Queue
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -21,9 +21,9 @@ from fp8cfg.building.job import Job
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.hardware import gpu_of_device
 from fp8cfg.planning.plan_report import PlanReport, report_plan
+from fp8cfg.run_folder.file_names import LOGGERS, PLAN, RECIPE, SOURCES
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.run_folder import LOGGERS, PLAN, RECIPE, SOURCES, RunFolder
 from fp8cfg.run_folder.status import State
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.keys import short
@@ -32,6 +32,9 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.loggers.interface import LoggedRun, RunLogger
 from fp8cfg.training.run_status import end_state
+
+if TYPE_CHECKING:
+    from fp8cfg.run_folder.run_folder import RunFolder
 
 MAX_WAITING = 10_000
 """Rows that wait for a slow logger. If there are more, it is turned off."""

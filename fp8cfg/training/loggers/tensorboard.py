@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from fp8cfg.run_folder.file_names import TENSORBOARD
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import TENSORBOARD
 from fp8cfg.run_folder.status import State
 from fp8cfg.training.loggers.interface import LoggedRun
 
