@@ -120,7 +120,7 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
         coverage_of_layers(plan, (), recipe.fp8) if foreign else planned_coverage(recipe, plan)
     )
     # How often a custom model runs each layer is unknown, so its share counts weights, not FLOPs.
-    what = "their weights" if foreign else coverage.what
+    what = "their weights" if foreign else coverage.denominator
     return (
         f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8,"
         f" {coverage.share:.1%} of {what}; job.prove() shows what ran"

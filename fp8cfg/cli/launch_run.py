@@ -86,7 +86,7 @@ def start_ranks(
         refuse_if([*violations(recipe, hardware, written=resolved.written), *unintended])
     if resolved.problems:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
-        preflight.check_run(recipe, hardware, whole_line, resolved.problems, takes=takes)
+        preflight.check_run(recipe, hardware, whole_line, resolved.problems, is_resumable=takes)
     if is_launched():
         return None
     num_gpus = machine.count_gpus()
@@ -100,7 +100,7 @@ def start_ranks(
             preflight.choose_backend(recipe, hardware, layout.rank_part(recipe, num_ranks))
         lines = [f"{error}: {torchrun_line(recipe, argv, num_gpus)}"]
         if takes:
-            lines = preflight.append_runs(lines, recipe, hardware, whole_line, takes=takes)
+            lines = preflight.append_runs(lines, recipe, hardware, whole_line, is_resumable=takes)
         else:
             smoke_run = preflight.smoke_run_here(recipe, hardware)
             lines = append_commands(lines, "here", [whole_line(smoke_run)] if smoke_run else [])
@@ -217,7 +217,7 @@ def launch(
     # Checks are in order of importance: the launch, the recipe, and then data and loggers.
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
-    preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
+    preflight.check_run(recipe, hardware, whole_line or overrides_only, is_resumable=takes)
     rank_part = layout.rank_part(recipe, sharding.ranks())
     choice = preflight.choose_backend(recipe, hardware, rank_part)
     check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, choice.backend)))

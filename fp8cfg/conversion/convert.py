@@ -449,7 +449,7 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
         raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
     if (seen := coverage(model)).share < fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8"
+            f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.denominator} ran in FP8"
         )
     warn_of_low_coverage(model, seen)
     return seen

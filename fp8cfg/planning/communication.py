@@ -54,13 +54,13 @@ class Sent:
 
     Attributes:
         axis: Name of the axis of the layout, such as "tensor" or "data x context".
-        what: Content of the messages, such as "gradients".
+        content: Content of the messages, such as "gradients".
         bytes: Bytes of all messages.
         messages: Number of messages.
     """
 
     axis: str
-    what: Kind
+    content: Kind
     bytes: int
     messages: int = 1
 
@@ -75,27 +75,27 @@ class Axis(NamedTuple):
     name: str
     ranks: int
 
-    def all_reduce(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
+    def all_reduce(self, content: Kind, data: float, count: int = 1) -> Iterator[Sent]:
         """Yields `count` all-reduces of `data` bytes."""
-        yield from self._sent(what, 2 * (self.ranks - 1) * data / self.ranks, count)
+        yield from self._sent(content, 2 * (self.ranks - 1) * data / self.ranks, count)
 
-    def all_gather(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
+    def all_gather(self, content: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
         """Yields `count` all-gathers of `shard` bytes from each rank."""
-        yield from self._sent(what, (self.ranks - 1) * shard, count)
+        yield from self._sent(content, (self.ranks - 1) * shard, count)
 
-    def reduce_scatter(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
+    def reduce_scatter(self, content: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
         """Yields `count` reduce-scatters. Each rank keeps `shard` bytes of the sum."""
         # On a ring it sends as much as an all-gather.
-        yield from self.all_gather(what, shard, count)
+        yield from self.all_gather(content, shard, count)
 
-    def send(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
+    def send(self, content: Kind, data: float, count: int = 1) -> Iterator[Sent]:
         """Yields `count` point-to-point messages of `data` bytes."""
-        yield from self._sent(what, data, count)
+        yield from self._sent(content, data, count)
 
-    def _sent(self, what: Kind, message_bytes: float, count: int) -> Iterator[Sent]:
+    def _sent(self, content: Kind, message_bytes: float, count: int) -> Iterator[Sent]:
         """Yields the messages, none on a single rank."""
         if self.ranks > 1 and count:
-            yield Sent(self.name, what, int(message_bytes) * count, count)
+            yield Sent(self.name, content, int(message_bytes) * count, count)
 
 
 def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Sent]:
@@ -124,7 +124,7 @@ def merge_traffic(sent: Iterable[Sent]) -> list[Sent]:
     """Sums entries with the same axis and content."""
     sums: dict[tuple[str, str], Sent] = {}
     for entry in sent:
-        key = entry.axis, entry.what
+        key = entry.axis, entry.content
         if key in sums:
             total = sums[key]
             entry = replace(

@@ -65,7 +65,7 @@ class Coverage:
         attention_flops: FLOPs per token of all attention layers. Only the causal half of the
             scores counts. 0 for a custom model because its attention is unknown.
         compute: Name of the high precision, such as "bf16".
-        beside: Weights outside linear layers, such as adapters and parameters of other modules.
+        other_weights: Weights outside linear layers: adapters, parameters of other modules.
         note: A line below the table.
     """
 
@@ -73,54 +73,56 @@ class Coverage:
     attentions: Sequence[PlannedAttention]
     attention_flops: float
     compute: str
-    beside: Sequence[Unwatched] = ()
+    other_weights: Sequence[Unwatched] = ()
     note: str = ""
 
     @property
     def layers_in_fp8(self) -> int:
         """Number of linear layers with at least one GEMM in FP8."""
-        return sum(p.fp8 for p in self.linears)
+        return sum(linear.fp8 for linear in self.linears)
 
     @property
     def share(self) -> float:
         """Share of matmul FLOPs in FP8, including attention."""
-        # Only the total FLOPs of attention are known. Each layer counts with the average, an
-        # approximation if only some layers have a sliding window.
-        attention = (
-            sum(p.fp8_share for p in self.attentions)
-            / max(1, len(self.attentions))
-            * self.attention_flops
-        )
         if not self.flops:
             return 0.0
-        linears = sum(self._of(linear) * linear.fp8_share for linear in self.linears)
-        return (attention + linears) / self.flops
+        # Only the total FLOPs of attention are known. Each layer counts with the average, an
+        # approximation if only some layers have a sliding window.
+        attention_share = 0.0
+        if self.attentions:
+            fp8_shares = sum(attention.fp8_share for attention in self.attentions)
+            attention_share = fp8_shares / len(self.attentions)
+        attention_flops = attention_share * self.attention_flops
+        linear_flops = sum(self._gemm_flops(linear) * linear.fp8_share for linear in self.linears)
+        return (attention_flops + linear_flops) / self.flops
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
         """The operands of each GEMM by layer name, such as "e5m2xe4m3" for dgrad."""
-        planned: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
-        return {p.name: _named(p, self.compute) for p in planned}
+        layers: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
+        return {layer.name: _gemm_formats(layer, self.compute) for layer in layers}
 
     def data(self) -> dict[str, Any]:
         """Returns the coverage as plain data for coverage.json in the run folder."""
+        linears = []
+        for linear in self.linears:
+            sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+            linears.append({"name": linear.name, **sizes, **self._formats_and_reason(linear)})
+        attentions = []
+        for attention in self.attentions:
+            attentions.append({"name": attention.name, **self._formats_and_reason(attention)})
+        other_weights = []
+        for module in self.other_weights:
+            other_weights.append(
+                {"name": module.name, "weights": module.weights, "reason": module.reason}
+            )
         return {
             "share_of_matmul_flops": self.share,
             "layers_in_fp8": self.layers_in_fp8,
             "layers": len(self.linears),
-            "linears": [
-                {
-                    "name": p.name,
-                    "in_features": p.in_features,
-                    "out_features": p.out_features,
-                    **self._products(p),
-                }
-                for p in self.linears
-            ],
-            "attention": [{"name": p.name, **self._products(p)} for p in self.attentions],
-            "beside": [
-                {"name": p.name, "weights": p.weights, "reason": p.reason} for p in self.beside
-            ],
+            "linears": linears,
+            "attention": attentions,
+            "beside": other_weights,
         }
 
     def __str__(self) -> str:
@@ -131,15 +133,17 @@ class Coverage:
 
     def blocks(self) -> list[str]:
         """Returns the table, the summary and the note, for a report."""
+        rows = []
+        for group in self._groups():
+            share = group.flops / self.flops
+            rows.append([str(group.layers), group.name, f"{share:.1%}", group.formats])
         # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
-        rows = [
-            [str(count), name, f"{flops / self.flops:.1%}", what]
-            for (name, what), count, flops in self._groups()
-        ]
-        fp8 = self._attentions_in_fp8
-        for what, count in Counter(map(self._attention, self.attentions)).items():
+        # They have a count only if some layers run attention in FP8.
+        counts = Counter(self._attention_formats(attention) for attention in self.attentions)
+        for formats, count in counts.items():
             share = count / len(self.attentions) * self.attention_flops / self.flops
-            rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
+            count_text = str(count) if self._attentions_in_fp8 else ""
+            rows.append([count_text, "attention", f"{share:.1%}", formats])
         header = ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"]
         blocks: list[str] = [table(header, rows, right=(0, 2)), f"FP8: {self.summary}"]
         if self.note:
@@ -149,27 +153,28 @@ class Coverage:
     @property
     def summary(self) -> str:
         """The number of layers and the share of FLOPs in FP8, as in the last line of the table."""
-        fp8 = self._attentions_in_fp8
-        attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
-        return (
-            f"{self.layers_in_fp8} of {len(self.linears)} linear layers{attention},"
-            f" {self.share:.1%} of {self.what}"
-        )
+        layers = f"{self.layers_in_fp8} of {len(self.linears)} linear layers"
+        if self._attentions_in_fp8:
+            layers += f", attention in {self._attentions_in_fp8} of {len(self.attentions)}"
+        return f"{layers}, {self.share:.1%} of {self.denominator}"
 
     def runs_as(self, plan: Sequence[PlannedLinear]) -> bool:
         """Whether these observed GEMMs are the planned ones, apart from GEMMs without a use."""
-        planned = {p.name: p.products for p in plan}
-        return all(
-            gemm in p.left_out or (kinds or None) == (planned[p.name][gemm] or None)
-            for p in self.linears
-            for gemm, kinds in p.products.items()
-            if p.name in planned
-        )
+        planned_gemms = {linear.name: linear.products for linear in plan}
+        for linear in self.linears:
+            planned = planned_gemms.get(linear.name)
+            if planned is None:
+                continue
+            for gemm, formats in linear.products.items():
+                # Observed high precision is an empty tuple, planned high precision is None.
+                if gemm not in linear.left_out and (formats or None) != (planned[gemm] or None):
+                    return False
+        return True
 
     @property
     def _attentions_in_fp8(self) -> int:
         """Number of attention layers with at least one GEMM in FP8."""
-        return sum(p.fp8_share > 0 for p in self.attentions)
+        return sum(attention.fp8_share > 0 for attention in self.attentions)
 
     @property
     def largest_in_high_precision(self) -> tuple[str, float, str]:
@@ -178,20 +183,19 @@ class Coverage:
         Returns:
             Its name, its share of all FLOPs, and the reason.
         """
-        # Text of a group in high precision begins with the name of that precision.
-        parts = [
-            (name, flops, what.partition(": ")[2])
-            for (name, what), _, flops in self._groups()
-            if what.startswith(self.compute)
-        ]
-        if self.attentions and not any(p.fp8_share for p in self.attentions):
+        parts = []
+        for group in self._groups():
+            # Formats of a group in high precision begin with the name of that precision.
+            if group.formats.startswith(self.compute):
+                _, _, reason = group.formats.partition(": ")
+                parts.append((group.name, group.flops, reason))
+        if self.attentions and not self._attentions_in_fp8:
             parts.append(("attention", self.attention_flops, self.attentions[0].reason))
-        name, flops, reason = max(
-            parts,
-            key=lambda part: part[1],
-            default=("products of layers that are otherwise in FP8", 0.0, ""),
-        )
-        return name, flops / self.flops if self.flops else 0.0, reason or "in high precision"
+        if not parts:
+            return "products of layers that are otherwise in FP8", 0.0, "in high precision"
+        name, flops, reason = max(parts, key=lambda part: part[1])
+        share = flops / self.flops if self.flops else 0.0
+        return name, share, reason or "in high precision"
 
     @property
     def left_out(self) -> list[tuple[str, int, float]]:
@@ -201,24 +205,24 @@ class Coverage:
             For each reason the number of layers and their share of all FLOPs.
         """
         shares_by_reason: dict[str, list[float]] = {}
-        for p in self.linears:
-            if not p.fp8:
-                shares_by_reason.setdefault(p.reason or _why(p), []).append(
-                    self._of(p) / self.flops
-                )
-        for other in self.beside:
-            shares_by_reason.setdefault(other.reason, []).append(self._of(other) / self.flops)
-        return sorted(
-            ((reason, len(shares), sum(shares)) for reason, shares in shares_by_reason.items()),
-            key=lambda group: -group[2],
-        )
+        for linear in self.linears:
+            if not linear.fp8:
+                share = self._gemm_flops(linear) / self.flops
+                shares_by_reason.setdefault(_high_precision_reason(linear), []).append(share)
+        for module in self.other_weights:
+            share = self._gemm_flops(module) / self.flops
+            shares_by_reason.setdefault(module.reason, []).append(share)
+        sums = [(reason, len(shares), sum(shares)) for reason, shares in shares_by_reason.items()]
+        return sorted(sums, key=lambda group: -group[2])
 
     @property
-    def what(self) -> str:
+    def denominator(self) -> str:
         """The denominator of `share` in words."""
         if self.attention_flops:
             return "matmul FLOPs"
-        return "the FLOPs of all weights" if self.beside else "the linear layers' FLOPs"
+        if self.other_weights:
+            return "the FLOPs of all weights"
+        return "the linear layers' FLOPs"
 
     @property
     def flops(self) -> float:
@@ -226,60 +230,82 @@ class Coverage:
 
         Per token for a recipe's Transformer. For a custom model over all observed rows.
         """
-        return self.attention_flops + sum(map(self._of, self._weighed))
+        return self.attention_flops + sum(map(self._gemm_flops, self._modules_with_weights))
 
-    def _of(self, p: PlannedLinear | Unwatched) -> float:
+    def _gemm_flops(self, module: PlannedLinear | Unwatched) -> float:
         """FLOPs of the GEMMs of one layer, per token or over all observed rows."""
         # Modules other than linear layers are assumed to run fprop, dgrad and wgrad.
-        return (
-            (p.count if isinstance(p, PlannedLinear) else 3)
-            * 2.0
-            * p.weights
-            * (self._most if p.rows is None else p.rows)
-        )
+        gemms = len(GEMMS)
+        if isinstance(module, PlannedLinear):
+            gemms = module.count
+        rows = module.rows
+        if rows is None:
+            rows = self._most_rows
+        return gemms * 2.0 * module.weights * rows
 
     @cached_property
-    def _most(self) -> int:
+    def _most_rows(self) -> int:
         """Rows of a layer without observed rows."""
         # Without observed rows every layer has 1 row: FLOPs per token.
-        return max((p.rows for p in self._weighed if p.rows), default=1)
+        observed_rows = [module.rows for module in self._modules_with_weights if module.rows]
+        return max(observed_rows, default=1)
 
     @property
-    def _weighed(self) -> list[PlannedLinear | Unwatched]:
-        """All weights with FLOPs: linear layers and other modules."""
-        return [*self.linears, *self.beside]
+    def _modules_with_weights(self) -> list[PlannedLinear | Unwatched]:
+        """All modules with FLOPs: linear layers and others."""
+        return [*self.linears, *self.other_weights]
 
-    def _products(self, p: PlannedLinear | PlannedAttention) -> dict[str, str]:
+    def _formats_and_reason(self, layer: PlannedLinear | PlannedAttention) -> dict[str, str]:
         """Formats by GEMM and the reason, as in coverage.json."""
-        return {**_named(p, self.compute), "reason": p.reason}
+        return {**_gemm_formats(layer, self.compute), "reason": layer.reason}
 
-    def _attention(self, p: PlannedAttention) -> str:
+    def _attention_formats(self, attention: PlannedAttention) -> str:
         """The formats of one layer's attention, forward and backward."""
-        if p.reason:
-            return f"{self.compute}: {p.reason}"
+        if attention.reason:
+            return f"{self.compute}: {attention.reason}"
         # Two forward GEMMs, then four backward ones. Equal formats are printed once.
-        return " ".join(
-            "|".join(dict.fromkeys(_kinds(k, self.compute) for k in part))
-            for part in (p.gemms[:2], p.gemms[2:])
-        )
+        texts = []
+        for gemms in (attention.gemms[:2], attention.gemms[2:]):
+            formats = dict.fromkeys(_operand_formats(kinds, self.compute) for kinds in gemms)
+            texts.append("|".join(formats))
+        return " ".join(texts)
 
-    def _groups(self) -> list[tuple[tuple[str, str], int, float]]:
-        """Groups layers with equal names, except for the index, and equal formats.
+    def _groups(self) -> list[_LayerGroup]:
+        """Groups layers with equal names, except for the index, and equal formats."""
+        layers = []
+        for linear in self.linears:
+            layers.append((linear.name, self._row_formats(linear), self._gemm_flops(linear)))
+        for module in self.other_weights:
+            formats = f"{self.compute}: {module.reason}"
+            layers.append((module.name, formats, self._gemm_flops(module)))
 
-        Returns:
-            The name and the formats of each group, its number of layers and its FLOPs.
-        """
-        groups: dict[tuple[str, str], tuple[int, float]] = {}
-        for p in self.linears:
-            kinds = " ".join(
-                f"{'-' if g in p.left_out else _kinds(k, self.compute):9}"
-                for g, k in p.products.items()
-            )
-            what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or _why(p)}"
-            _add(groups, p.name, what.rstrip(), self._of(p))
-        for other in self.beside:
-            _add(groups, other.name, f"{self.compute}: {other.reason}", self._of(other))
-        return [(key, *value) for key, value in groups.items()]
+        groups: dict[tuple[str, str], _LayerGroup] = {}
+        for name, formats, flops in layers:
+            group_name = _INDEX.sub("*", name)  # layers.0.linear_qkv: layers.*.linear_qkv
+            group = groups.setdefault((group_name, formats), _LayerGroup(group_name, formats))
+            group.layers += 1
+            group.flops += flops
+        return list(groups.values())
+
+    def _row_formats(self, linear: PlannedLinear) -> str:
+        """The last column of the table: three formats, or the reason for high precision."""
+        if not linear.fp8:
+            return f"{self.compute}: {_high_precision_reason(linear)}"
+        columns = []
+        for gemm, kinds in linear.products.items():
+            text = "-" if gemm in linear.left_out else _operand_formats(kinds, self.compute)
+            columns.append(f"{text:9}")
+        return " ".join([*columns, linear.reason]).rstrip()
+
+
+@dataclass
+class _LayerGroup:
+    """A row of the table: layers with equal names, except for the index, and equal formats."""
+
+    name: str
+    formats: str
+    layers: int = 0
+    flops: float = 0.0
 
 
 def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
@@ -289,16 +315,18 @@ def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Covera
         recipe: The recipe.
         linears: The planned GEMMs of its linear layers.
     """
-    m = recipe.model
+    model = recipe.model
     config = transformer_config(recipe)
     # Q K^T and S V have 2 FLOPs per multiply-add, and backward has twice the forward FLOPs.
     # `reach` already has the factor 2 of a multiply-add.
-    reach = sum(_reach(m.seq_length, config.window(layer)) for layer in range(m.num_layers))
-    attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
-    adapters = [
-        Unwatched(f"{module}.lora", adapter_parameters([*parts], recipe.lora.rank), "adapters")
-        for module, parts in groupby(adapted_projections(recipe), attrgetter("module"))
-    ]
+    reach = 0.0
+    for layer in range(model.num_layers):
+        reach += _attention_reach(model.seq_length, config.window(layer))
+    attention = 3 * 2 * reach * model.num_attention_heads * model.head_dim  # two products
+    adapters = []
+    for module, parts in groupby(adapted_projections(recipe), attrgetter("module")):
+        parameters = adapter_parameters([*parts], recipe.lora.rank)
+        adapters.append(Unwatched(f"{module}.lora", parameters, "adapters"))
     return Coverage(
         linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters
     )
@@ -322,7 +350,7 @@ def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
     )
 
 
-def _reach(tokens: int, window: int | None) -> float:
+def _attention_reach(tokens: int, window: int | None) -> float:
     """Twice the average number of keys per query under a causal mask, in leading order."""
     # Full attention: a query sees half of the tokens on average. With a window of w tokens a
     # query sees w of them, except for the first w queries with half of that.
@@ -332,27 +360,26 @@ def _reach(tokens: int, window: int | None) -> float:
 
 
 def coverage_of_layers(
-    linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8
+    linears: Sequence[PlannedLinear], other_weights: Sequence[Unwatched], fp8: FP8
 ) -> Coverage:
     """Returns the planned coverage of a custom model, without attention.
 
     Args:
         linears: The planned GEMMs of its linear layers.
-        beside: Its weights outside linear layers.
+        other_weights: Its weights outside linear layers.
         fp8: The recipe's fp8 node.
     """
-    # fp8.output_layer=false needs an output layer. Without one the table gets a note.
-    has_output_layer = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
-    return Coverage(
-        linears, (), 0.0, "high precision", beside, "" if has_output_layer else _NO_OUTPUT
-    )
+    note = ""
+    if fp8.enabled and not fp8.output_layer and not any(linear.output for linear in linears):
+        note = _NO_OUTPUT
+    return Coverage(linears, (), 0.0, "high precision", other_weights, note)
 
 
 def observed_coverage(
     recipe: Recipe,
     model: nn.Module,
     plan: Sequence[PlannedLinear],
-    seen: Observed,
+    observed: Observed,
     foreign: bool = False,
 ) -> Coverage:
     """Returns the coverage of the GEMMs that ran since the last reset of the record.
@@ -361,33 +388,45 @@ def observed_coverage(
         recipe: The recipe.
         model: The model, with the row counts of a custom model's layers.
         plan: The planned GEMMs of its linear layers.
-        seen: The observed operand formats of each GEMM, by layer name.
+        observed: The observed operand formats of each GEMM, by layer name.
         foreign: Whether `model` is a custom model.
     """
 
-    def gemms(name: str, products: Sequence[str]) -> Any:
-        return tuple(seen.get(name, {}).get(g) for g in products)
+    def observed_gemms(name: str, gemms: Sequence[str]) -> Any:
+        formats = observed.get(name, {})
+        return tuple(formats.get(gemm) for gemm in gemms)
 
     if foreign:
-        from fp8cfg.backends.any_model import conversion_state as rows
-        from fp8cfg.backends.any_model import eligibility
-
-        trained, linears = has_trained(seen), []
-        # A custom model may freeze weights or skip layers. GEMMs that autograd did not need are
-        # not counted. The plan of a recipe's Transformer already leaves them out.
-        for p in plan:
-            layer = model.get_submodule(p.name)
-            frozen = eligibility.has_frozen_weight(layer)
-            left_out = products_left_out(seen.get(p.name, {}), frozen, trained)
-            linears.append(replace(p, rows=rows.multiplied(layer), left_out=left_out))
-        planned = coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
+        planned = _custom_model_coverage(recipe, model, plan, observed)
     else:
         planned = planned_coverage(recipe, plan)
-    return replace(
-        planned,
-        linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in planned.linears],
-        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in planned.attentions],
-    )
+    linears = []
+    for linear in planned.linears:
+        linears.append(replace(linear, gemms=observed_gemms(linear.name, GEMMS)))
+    attentions = []
+    for attention in planned.attentions:
+        gemms = observed_gemms(attention.name, ATTENTION_GEMMS)
+        attentions.append(replace(attention, gemms=gemms))
+    return replace(planned, linears=linears, attentions=attentions)
+
+
+def _custom_model_coverage(
+    recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], observed: Observed
+) -> Coverage:
+    """Returns the planned coverage of a custom model, with its rows and without unused GEMMs."""
+    from fp8cfg.backends.any_model import conversion_state, eligibility
+
+    # A custom model may freeze weights or skip layers. GEMMs that autograd did not need are not
+    # counted. The plan of a recipe's Transformer already leaves them out.
+    trained = has_trained(observed)
+    linears = []
+    for linear in plan:
+        layer = model.get_submodule(linear.name)
+        frozen = eligibility.has_frozen_weight(layer)
+        left_out = products_left_out(observed.get(linear.name, {}), frozen, trained)
+        rows = conversion_state.multiplied(layer)
+        linears.append(replace(linear, rows=rows, left_out=left_out))
+    return coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
 
 
 def coverage(model: nn.Module) -> Coverage:
@@ -409,7 +448,7 @@ def coverage(model: nn.Module) -> Coverage:
     return Coverage(linears, attentions, 0.0, "high precision", beside(model))
 
 
-def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
+def warn_of_low_coverage(model: nn.Module, observed: Coverage) -> None:
     """Warns once per model if less than half of a custom model's FLOPs ran in FP8.
 
     The warning names the largest part in high precision. Converted layers without any GEMM so far
@@ -417,67 +456,68 @@ def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
 
     Args:
         model: The converted custom model.
-        seen: Its observed coverage.
+        observed: Its observed coverage.
     """
     from fp8cfg.backends.any_model.conversion_state import converted, plan_of
 
-    state, plan = converted(model), {p.name: p for p in plan_of(model)}
-    linears = [
-        p if p.name not in plan else replace(p, gemms=_filled(p, plan[p.name]))
-        for p in seen.linears
-        if p.name not in plan or any(g is not None for g in p.gemms)
-    ]
-    line = low_coverage_warning(replace(seen, linears=linears))
+    state = converted(model)
+    planned = {linear.name: linear for linear in plan_of(model)}
+    linears = []
+    for linear in observed.linears:
+        if linear.name not in planned:
+            linears.append(linear)
+        elif any(kinds is not None for kinds in linear.gemms):
+            linears.append(_with_planned_gemms(linear, planned[linear.name]))
+    line = low_coverage_warning(replace(observed, linears=linears))
     if line and not state.share_said:
         warnings.warn(line, RuntimeWarning, stacklevel=3)
     state.share_said = True
 
 
-def low_coverage_warning(seen: Coverage) -> str:
+def low_coverage_warning(observed: Coverage) -> str:
     """Returns a warning if less than half of the FLOPs ran in FP8, else ""."""
-    if seen.share >= LOW:
+    if observed.share >= LOW:
         return ""
-    name, share, reason = seen.largest_in_high_precision
+    name, share, reason = observed.largest_in_high_precision
     return (
-        f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part in high precision is"
-        f" {name}, {share:.1%} ({reason})"
+        f"only {observed.share:.1%} of {observed.denominator} ran in FP8; the largest part in high"
+        f" precision is {name}, {share:.1%} ({reason})"
     )
 
 
-def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
-    """The GEMMs of a layer that ran, with the planned formats for those still to come."""
+def _with_planned_gemms(observed: PlannedLinear, planned: PlannedLinear) -> PlannedLinear:
+    """Returns an observed layer, with the planned formats of GEMMs that did not run yet."""
     # A step without backward pass has only fprop so far. That is no reason for a warning.
-    gemms = [
-        want if got is None and name not in ran.left_out else got
-        for name, got, want in zip(GEMMS, ran.gemms, planned.gemms, strict=True)
-    ]
-    return gemms[0], gemms[1], gemms[2]
+    gemms: list[Kinds] = []
+    for gemm, kinds in observed.products.items():
+        if kinds is None and gemm not in observed.left_out:
+            kinds = planned.products[gemm]
+        gemms.append(kinds)
+    return replace(observed, gemms=(gemms[0], gemms[1], gemms[2]))
 
 
-def _add(
-    groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float
-) -> None:
-    """Adds a layer to its group: layers.0.linear_qkv belongs to layers.*.linear_qkv."""
-    key = _INDEX.sub("*", name), what
-    count, before = groups.get(key, (0, 0.0))
-    groups[key] = count + 1, before + flops
-
-
-def _why(p: PlannedLinear) -> str:
-    """The reason for high precision if neither the plan nor the conversion has one."""
-    if HIGH_PRECISION in p.gemms:
+def _high_precision_reason(linear: PlannedLinear) -> str:
+    """The reason for high precision, also if neither the plan nor the conversion has one."""
+    if linear.reason:
+        return linear.reason
+    if HIGH_PRECISION in linear.gemms:
         return "ran outside of the autocast context"
     return "did not multiply"
 
 
-def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:
+def _gemm_formats(layer: PlannedLinear | PlannedAttention, high_precision: str) -> dict[str, str]:
     """Operand formats by GEMM. "none" for GEMMs without a use in autograd."""
-    return {g: "none" if g in p.left_out else _kinds(k, otherwise) for g, k in p.products.items()}
+    formats = {}
+    for gemm, kinds in layer.products.items():
+        formats[gemm] = _operand_formats(kinds, high_precision)
+        if gemm in layer.left_out:
+            formats[gemm] = "none"
+    return formats
 
 
-def _kinds(kinds: Kinds, otherwise: str) -> str:
+def _operand_formats(kinds: Kinds, high_precision: str) -> str:
     """Operand formats such as "e4m3xe4m3", or the name of the high precision."""
-    return "x".join(kinds) if kinds else otherwise
+    return "x".join(kinds) if kinds else high_precision
 
 
 def prove_engagement(
@@ -512,17 +552,17 @@ def prove_engagement(
     else:
         problems = differences([*plan, *attention_plan(recipe)], observed)
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        text = "; ".join(problems[:3])
+        if len(problems) > 3:
+            text += f" and {len(problems) - 3} more"
         raise NotFP8Error(
-            f"this run differs from the plan: {'; '.join(problems[:3])}{more}; keep the forward"
-            " pass"
-            " inside autocast()"
+            f"this run differs from the plan: {text}; keep the forward pass inside autocast()"
         )
-    if recipe.fp8.enabled and result.share < recipe.fp8.min_coverage:
+    minimum = recipe.fp8.min_coverage
+    if recipe.fp8.enabled and result.share < minimum:
         raise NotFP8Error(
-            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: only {result.share:.1%} of"
-            f" {result.what}"
-            " ran in FP8; lower it, or see fp8cfg plan for the other layers"
+            f"fp8.min_coverage={minimum:g}: only {result.share:.1%} of {result.denominator} ran in"
+            " FP8; lower it, or see fp8cfg plan for the other layers"
         )
     if recipe.fp8.enabled and foreign:
         warn_of_low_coverage(model, result)

@@ -80,13 +80,13 @@ class Search:
         device: "cpu" or "cuda".
         free: Free bytes on each rank.
         backend: Chooses the backend of a changed recipe.
-        takes: Whether `resume` accepts a changed recipe. None accepts all.
+        is_resumable: Whether `resume` accepts a changed recipe. None accepts all.
     """
 
     device: str
     free: int
     backend: Backend
-    takes: IsResumable | None = None
+    is_resumable: IsResumable | None = None
 
     def nearest(self, recipe: Recipe, world: int) -> Fit | None:
         """Finds the nearest recipe that fits.
@@ -145,7 +145,7 @@ class Search:
         # The layout checks come first: planning assumes a layout that divides the ranks.
         if layout_violations(recipe, world) or uneven_batch(recipe, world):
             return None
-        if self.takes and not self.takes(recipe):
+        if self.is_resumable and not self.is_resumable(recipe):
             return None
         try:
             backend = self.backend(recipe, world)

@@ -185,7 +185,7 @@ def _fit_line(report: PlanReport, gpu: GPU) -> str:
 def _communication_table(report: PlanReport) -> str:
     """Table of the bytes per step on the rank with the most communication."""
     rank = max(report.ranks, key=lambda each: each.sent_bytes)
-    rows = [[f"{sent.axis}: {sent.what}", size(sent.bytes)] for sent in rank.sent]
+    rows = [[f"{sent.axis}: {sent.content}", size(sent.bytes)] for sent in rank.sent]
     rows.append([f"total, {rank.part.name}", size(rank.sent_bytes)])
     return table(["sent by a rank in a step", "size"], rows, right=(1,))
 
@@ -413,7 +413,7 @@ class PlanReport:
                     "memory": rank.memory,
                     "total": rank.total,
                     "sent": [
-                        {"axis": sent.axis, "what": sent.what, "bytes": sent.bytes}
+                        {"axis": sent.axis, "what": sent.content, "bytes": sent.bytes}
                         for sent in rank.sent
                     ],
                 }

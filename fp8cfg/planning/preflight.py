@@ -55,7 +55,7 @@ def check_run(
     whole_line: CommandLine,
     problems_of_layout: Sequence[Violation] = (),
     ranks: int | None = None,
-    takes: IsResumable | None = None,
+    is_resumable: IsResumable | None = None,
 ) -> None:
     """Checks data, layout and memory before a run folder or a process exists.
 
@@ -65,7 +65,7 @@ def check_run(
         whole_line: Formats a recipe as a command line for the message.
         problems_of_layout: Violations of the recipe's own layout, found before.
         ranks: Number of ranks to start here. Defaults to the ranks of this run.
-        takes: Whether `resume` accepts a changed recipe. None for a new run.
+        is_resumable: Whether `resume` accepts a changed recipe. None for a new run.
 
     Raises:
         ConfigError: The data is missing, or the layout or the memory does not suffice. The
@@ -83,7 +83,7 @@ def check_run(
         lines = [str(violation) for violation in problems]
     lines = lines or _problems(recipe, hardware, problems_of_layout, ranks)
     if lines:
-        raise ConfigError(append_runs(lines, recipe, hardware, whole_line, ranks, takes))
+        raise ConfigError(append_runs(lines, recipe, hardware, whole_line, ranks, is_resumable))
 
 
 def append_runs(
@@ -92,7 +92,7 @@ def append_runs(
     hardware: Hardware,
     whole_line: CommandLine,
     ranks: int | None = None,
-    takes: IsResumable | None = None,
+    is_resumable: IsResumable | None = None,
 ) -> list[str]:
     """Appends working command lines to the last problem.
 
@@ -105,13 +105,13 @@ def append_runs(
         hardware: Device of this machine.
         whole_line: Formats a recipe as a command line.
         ranks: Number of ranks to start here. Defaults to the ranks of this run.
-        takes: Whether `resume` accepts a changed recipe. None for a new run.
+        is_resumable: Whether `resume` accepts a changed recipe. None for a new run.
 
     Returns:
         A new list of error lines.
     """
     free = free_memory(hardware.device, ranks)
-    fit = _nearest(recipe, hardware, free, ranks, takes)
+    fit = _nearest(recipe, hardware, free, ranks, is_resumable)
     if fit and fit.peak > free:
         problems = append_smallest_peak(problems, fit)
         fit = None
@@ -119,7 +119,7 @@ def append_runs(
         # It runs, but needs more GPUs. Only the smoke run is left for this machine.
         problems = append_commands(problems, fit.where("here"), [whole_line(fit)])
         fit = None
-    fits = [fit, None if takes else smoke_run_here(recipe, hardware, ranks)]
+    fits = [fit, None if is_resumable else smoke_run_here(recipe, hardware, ranks)]
     return append_commands(problems, "here", [whole_line(fit) for fit in fits if fit])
 
 
@@ -155,7 +155,11 @@ def _problems(
 
 
 def _nearest(
-    recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: IsResumable | None
+    recipe: Recipe,
+    hardware: Hardware,
+    free: int,
+    ranks: int | None,
+    is_resumable: IsResumable | None,
 ) -> Fit | None:
     """Finds the nearest recipe that fits on these ranks."""
     num_ranks = ranks or _ranks(recipe, hardware.device)
@@ -168,7 +172,7 @@ def _nearest(
     def backend(other: Recipe, world: int) -> str:
         return choose_backend(other, hardware, layout.rank_part(other, world)).backend
 
-    return Search(hardware.device, free, backend, takes).nearest(recipe, num_ranks)
+    return Search(hardware.device, free, backend, is_resumable).nearest(recipe, num_ranks)
 
 
 def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> Fit | None:

@@ -508,7 +508,7 @@ def count_traffic(job: Job, num_samples: int, world: World) -> None:
         part = stage_parts(job.recipe, strategy.size)[stage]
         job.sent_in_pass[num_samples] = list(pass_traffic(job.recipe, part, num_samples))
     for sent in job.sent_in_pass[num_samples]:
-        world.traffic.add(sent.what, sent.bytes, sent.messages)
+        world.traffic.add(sent.content, sent.bytes, sent.messages)
 
 
 # ------------------------------------------------------------------------------------------------

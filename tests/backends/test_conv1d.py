@@ -78,7 +78,7 @@ def test_gpt2_converts_as_any_model(backend: str) -> None:
     )
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
     fp8.prove()
-    assert fp8cfg.coverage(model).layers_in_fp8 == 8 and fp8cfg.coverage(model).beside == []
+    assert fp8cfg.coverage(model).layers_in_fp8 == 8 and fp8cfg.coverage(model).other_weights == []
     weights, other = model.state_dict(), copy.deepcopy(plain.state_dict())
     assert {k: (t.shape, t.dtype) for k, t in weights.items()} == {
         k: (t.shape, t.dtype) for k, t in other.items()
@@ -163,7 +163,7 @@ def test_excluded_layers_and_those_that_cannot_be_converted() -> None:
     assert {p.reason for p in fp8.plan if ".mlp." in p.name} == {
         "fp8.exclude *.mlp.*"
     } and model.other.weight.shape == (64, 64)
-    assert [p.name for p in fp8cfg.coverage(model).beside] == ["transformer.h.0.attn.c_proj"]
+    assert [p.name for p in fp8cfg.coverage(model).other_weights] == ["transformer.h.0.attn.c_proj"]
     with torch.no_grad():
         assert loss(model).item() == pytest.approx(loss(gpt2()).item(), abs=1e-5)
     model = gpt2()

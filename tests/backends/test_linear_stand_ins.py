@@ -100,7 +100,7 @@ def test_pointwise_convolutions_are_converted(backend: str) -> None:
         "sequence": 8 * 32,
         "head": 8,
     }
-    assert {p.name for p in found.beside} == {"stem", "grouped"} and found.layers_in_fp8 == 3
+    assert {p.name for p in found.other_weights} == {"stem", "grouped"} and found.layers_in_fp8 == 3
     back = fp8cfg.convert_back(model)
     assert str(back) == text and all(
         p is parameters[name] and p.shape == plain.get_parameter(name).shape
@@ -243,7 +243,7 @@ def test_excluded_convolutions_stay_and_are_listed() -> None:
         and found["point"].rows == 512
         and not found["point"].fp8
     )
-    assert "point" not in {p.name for p in fp8cfg.coverage(model).beside}
+    assert "point" not in {p.name for p in fp8cfg.coverage(model).other_weights}
     assert fp8cfg.build(small(), model=Net()).model.point.weight.dim() == 4  # nothing runs in FP8
 
 
@@ -280,7 +280,7 @@ def test_multihead_attention_is_converted(backend: str) -> None:
     assert {p.name: p.rows for p in found.linears if p.fp8} == {
         "attention.in_proj": 64,
         "attention.out_proj": 64,
-    } and not found.beside
+    } and not found.other_weights
     plain = Attention()
     loss(plain).backward()
     want = plain.attention.in_proj_weight.grad

@@ -35,7 +35,7 @@ class Beside(nn.Module):
 def test_what_is_no_linear_layer_is_listed_and_counted() -> None:
     model = Beside()
     fp8 = fp8cfg.convert_model(model, recipe("fp8.min_coverage=0.9"))
-    found = {p.name: (p.weights, p.reason) for p in fp8cfg.coverage(model).beside}
+    found = {p.name: (p.weights, p.reason) for p in fp8cfg.coverage(model).other_weights}
     assert found == {
         "the model itself": (4 * 64 * 64, "Beside is no linear layer"),
         "attention": (3 * 64 * 64, "MultiheadAttention is no linear layer"),
@@ -45,9 +45,9 @@ def test_what_is_no_linear_layer_is_listed_and_counted() -> None:
     elements = (
         sum(n for n, _ in found.values()) + 3 * 64 * 64 + 64 * 48
     )  # up, out_proj and normed; lm_head
-    assert fp8cfg.coverage(nn.Linear(64, 64)).beside == [] and "of the FLOPs of all weights" in str(
-        fp8
-    )
+    assert fp8cfg.coverage(
+        nn.Linear(64, 64)
+    ).other_weights == [] and "of the FLOPs of all weights" in str(fp8)
     with fp8.autocast():
         model.up(torch.randn(16, 64, requires_grad=True)).sum().backward()
     assert fp8cfg.coverage(model).share == pytest.approx(
@@ -72,7 +72,7 @@ def test_a_convolution_weighs_as_many_places_as_it_computes() -> None:
             model[2](torch.randn(16, 64)),
         )
     seen = fp8cfg.coverage(model)
-    assert [p.rows for p in seen.beside] == [2 * 8 * 8, 5 * 7] and [
+    assert [p.rows for p in seen.other_weights] == [2 * 8 * 8, 5 * 7] and [
         p.rows for p in seen.linears
     ] == [16]
 
@@ -105,7 +105,7 @@ def test_models_of_transformers(name: str, shape: dict[str, int], listed: set[st
     with fp8.autocast():
         model(input_ids=tokens, labels=tokens).loss.backward()
     seen = fp8cfg.coverage(model)
-    assert {p.reason.split()[0] for p in seen.beside} == listed and seen.share < 0.25
+    assert {p.reason.split()[0] for p in seen.other_weights} == listed and seen.share < 0.25
     with pytest.raises(
         fp8cfg.NotFP8Error,
         match=r"fp8\.min_coverage=0\.5: .* of the FLOPs of all weights ran in FP8",

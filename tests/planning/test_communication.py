@@ -113,7 +113,7 @@ def test_the_plan_is_what_training_says_that_it_sent(name: str, two: list[dict[s
         for one in step_traffic(
             recipe, parts[number % len(parts)], planned_backend(recipe), number % parts[0].shards
         ):
-            kinds[one.what] = kinds.get(one.what, 0) + one.bytes
+            kinds[one.content] = kinds.get(one.content, 0) + one.bytes
         message = rank[name]["message"]
         few = TOLERANCE * sum(message.values())  # scales, and gradients of norms
         message = {kind: size for kind, size in message.items() if size > few}
@@ -154,7 +154,7 @@ def test_bytes_on_a_ring() -> None:
     ]
     assert [each.bytes for each in every] == [1200, 300, 300]
     assert not [*Axis("data", 1).all_reduce("gradients", 400)]
-    assert [(each.what, each.bytes, each.messages) for each in merge_traffic(every)] == [
+    assert [(each.content, each.bytes, each.messages) for each in merge_traffic(every)] == [
         ("gradients", 1500, 3),
         ("weights", 300, 1),
     ]
