@@ -30,7 +30,7 @@ from fiddle._src.codegen.import_manager import register_import_alias
 from fiddle.experimental import yaml_serialization  # noqa: F401 - it registers Config with YAML
 
 from fp8cfg.building.graph_tags import FP8Layers, OptimizerState
-from fp8cfg.building.job import Job, JobAutocast, make_schedule
+from fp8cfg.building.job import Job, JobAutocast
 from fp8cfg.optim import LossScaler, Schedule
 from fp8cfg.planning.graph_text import leaf_values, tree_text
 from fp8cfg.planning.job_plan import Plan, cut_if_smoke, plan_on_this_machine
@@ -251,7 +251,7 @@ def build_optimizer(
 def build_schedule(plan: Plan, config: Optim) -> Schedule:
     """Builds the learning-rate schedule."""
     _check_section("schedule.config", config, plan.recipe.optim)
-    return make_schedule(plan.recipe)
+    return Schedule.from_recipe(plan.recipe)
 
 
 def build_autocast(plan: Plan, model: PreparedModel, fp8: FP8) -> JobAutocast:
@@ -346,7 +346,7 @@ def _check_parts(
             problems.append("graph.optimizer.model: another model than graph.model; share one node")
     if optimizer.loss_scaler is not loss_scaler:
         problems.append("graph.optimizer.loss_scaler: another one than graph.loss_scaler; share it")
-    if schedule != make_schedule(plan.recipe):
+    if schedule != Schedule.from_recipe(plan.recipe):
         problems.append("graph.schedule.plan: another plan than graph.plan; share one node")
     refuse_if(problems)
 

@@ -16,7 +16,6 @@ from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.models.config import parameter_shapes
-from fp8cfg.optim import Schedule
 from fp8cfg.planning.coverage import (
     Coverage,
     coverage_of_layers,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fp8cfg.backends.protocol import Observed
-    from fp8cfg.optim import LossScaler
+    from fp8cfg.optim import LossScaler, Schedule
     from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
@@ -84,19 +83,6 @@ def summary(
 def parameter_count(recipe: Recipe) -> int:
     """Returns the number of parameters of the recipe's Transformer, over all ranks."""
     return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
-
-
-def make_schedule(recipe: Recipe) -> Schedule:
-    """Returns the learning-rate schedule of `recipe`."""
-    optim = recipe.optim
-    return Schedule(
-        max_lr=optim.lr,
-        min_lr=optim.end_lr,
-        warmup_steps=optim.warmup_steps,
-        max_steps=recipe.trainer.max_steps,
-        constant_steps=optim.constant_steps,
-        decay=optim.lr_decay_style,
-    )
 
 
 def precision(recipe: Recipe) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_tensors
 from fp8cfg.checkpoint.job_tensors import (
     CAST_DTYPES,
@@ -38,6 +37,9 @@ from fp8cfg.numerics.stored_state import ANEW, is_fp8_state, stored_state_dict
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
 
 RandomState = tuple[dict[str, Tensor], dict[str, Any]]
 """The result of `capture_rng`."""

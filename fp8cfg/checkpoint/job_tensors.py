@@ -14,14 +14,13 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.load import StoredGroup
 from fp8cfg.checkpoint.tensor_layout import (
     Boxes,
@@ -41,7 +40,10 @@ from fp8cfg.parallel.sharded_state import low_precision_names, to_unsharded_form
 from fp8cfg.schema import hub
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import own_scales
-from fp8cfg.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
+    from fp8cfg.schema.recipe import Recipe
 
 CAST_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes to which a weight is cast without a scale."""

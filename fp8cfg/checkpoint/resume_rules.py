@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, short, spelled
 from fp8cfg.schema.node import Node
-from fp8cfg.schema.recipe import Recipe, short_keys
+from fp8cfg.schema.recipe import short_keys
 from fp8cfg.schema.storage import Columns, resolve_state_dtypes
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
 
 FREE = (
     "name",

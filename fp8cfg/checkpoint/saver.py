@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, job_tensors, manifest, save
 from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays, Share
 from fp8cfg.checkpoint.tensor_layout import Groups, TensorBox
@@ -37,6 +36,7 @@ from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.schema.tables import size
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
 
 

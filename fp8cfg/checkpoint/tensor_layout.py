@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8cfg.building.job import Job
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics import FP8Linear
 from fp8cfg.numerics.codecs import BLOCK
@@ -32,6 +31,7 @@ from fp8cfg.parallel.sharding import balance_over_ranks
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from fp8cfg.building.job import Job
     from fp8cfg.parallel.tensor import TensorRank
 
 SCALES = ".scale_inv"

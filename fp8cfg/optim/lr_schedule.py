@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from fp8cfg.schema.recipe import Recipe
+
 Decay = Literal["cosine", "linear", "constant"]
 
 
@@ -51,6 +53,19 @@ class Schedule:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.decay not in get_args(Decay):
             raise ValueError(f"decay={self.decay!r} is not one of {', '.join(get_args(Decay))}")
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> Schedule:
+        """Returns the schedule of a recipe."""
+        optim = recipe.optim
+        return cls(
+            max_lr=optim.lr,
+            min_lr=optim.end_lr,
+            warmup_steps=optim.warmup_steps,
+            max_steps=recipe.trainer.max_steps,
+            constant_steps=optim.constant_steps,
+            decay=optim.lr_decay_style,
+        )
 
     def lr_at(self, step: int) -> float:
         """Returns the learning rate of the step after `step` completed steps."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from fp8cfg.composition.layers import Source
 from fp8cfg.composition.value_sources import value_sources
 from fp8cfg.run_folder.file_names import SOURCES
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.schema.keys import short
-from fp8cfg.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
 
 
 def write_sources(files: RunFiles, recipe: Recipe) -> None:

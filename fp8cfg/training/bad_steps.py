@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
@@ -37,6 +36,7 @@ from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.training.step import StepResult
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
 
 Policy = Literal["stop", "skip", "rewind"]

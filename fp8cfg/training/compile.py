@@ -13,21 +13,23 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends import REFERENCE, registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.building.job import Job
 from fp8cfg.data import Batches
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.step import check_pass, extra_pass
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
+    from fp8cfg.schema.recipe import Recipe
 
 TOLERANCE = 0.5
 """Largest accepted relative error of a compiled gradient: norm(compiled - eager) / norm(eager).

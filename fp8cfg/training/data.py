@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -32,9 +33,11 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hub import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.tables import amount
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
 
 RunData = tuple[Batches, Samples | None]
 """Training batches and validation samples.

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.saver import Diverged
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer
@@ -20,11 +19,12 @@ from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hub import BYTES, chosen_tokenizer
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
 from fp8cfg.training.step import NoTargets, on_device, pipeline, targets_here
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
+    from fp8cfg.schema.recipe import Recipe
     from fp8cfg.training.trained_model import RunModel
 
 

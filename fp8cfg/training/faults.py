@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8cfg.backends import REFERENCE
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.job_state import RandomState, capture_rng, restore_rng
 from fp8cfg.data import Batches, DataError
 from fp8cfg.data.samples import Origin
@@ -26,7 +25,6 @@ from fp8cfg.parallel.gradient_sync import sum_gradients
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import printable
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.bad_steps import BadStep
 from fp8cfg.training.fault_report import Fault
 from fp8cfg.training.module_checks import (
@@ -49,7 +47,9 @@ from fp8cfg.training.step import (
 )
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.schema.recipe import Recipe
 
 
 def report_fault(

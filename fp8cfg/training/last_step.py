@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fp8cfg.backends import registry
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.job_state import RandomState, capture_rng
 from fp8cfg.checkpoint.saver import Saver
 from fp8cfg.data import DataError
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.training.step import NoTargets
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
 
 
 class LastStep:

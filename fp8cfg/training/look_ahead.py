@@ -6,10 +6,14 @@ can save. A problem found one step earlier is a request to stop: all ranks save,
 
 from __future__ import annotations
 
-from fp8cfg.building.job import Job
+from typing import TYPE_CHECKING
+
 from fp8cfg.data import Batches, DataError
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
 
 
 class LookAhead:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends import registry
-from fp8cfg.building.job import Job, make_schedule
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.checkpoint.saver import Diverged, Saver, after_divergence
 from fp8cfg.data import DataError
 from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.optim.lr_schedule import Schedule
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.planning.preflight import check_layout
 from fp8cfg.run_folder.file_names import CHECKPOINTS
@@ -66,6 +66,7 @@ from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches,
 from fp8cfg.training.step_report import Callback, StepReport
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
 
 
@@ -563,7 +564,7 @@ class _Training:
     def _report_lr_change(self, before: Recipe, num_done: int) -> None:
         """Prints a note if the learning rate jumps, because the schedule differs from `before`."""
         steps = self.job.optimizer.steps  # skipped ones do not count
-        old_lr = make_schedule(before).lr_at(steps)
+        old_lr = Schedule.from_recipe(before).lr_at(steps)
         lr = self.job.schedule.lr_at(steps)
         if old_lr == lr or num_done >= self.max_steps:
             return

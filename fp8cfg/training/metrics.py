@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.statistics import collect_statistics
@@ -24,6 +23,7 @@ from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.step import count_microbatches
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp8cfg.building.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.amax_update import RangesUsed, collect_ranges_used, read_overflow
 from fp8cfg.numerics.kernels.launch import HAS_TRITON
@@ -23,6 +23,9 @@ from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.tables import wrapped
+
+if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
 
 WARNING_RATIO = 2.0
 """Smallest ratio of an amax to the range of its scale for a warning.

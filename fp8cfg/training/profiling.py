@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fp8cfg.building.job import Job
 from fp8cfg.run_folder.file_names import PROFILE
 from fp8cfg.schema.errors import ConfigError, out_of_memory, printable
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.schema.recipe import Recipe
 
 Say = Callable[[str], None]
 SNAPSHOT_STEPS = 3

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,8 +24,10 @@ from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.run_folder.metrics_file import writable
 from fp8cfg.schema import messages
 from fp8cfg.schema.messages import LEVELS, Say
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import size
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
 
 Row = Mapping[str, Any]
 SPARK_WIDTH = 16

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.async_copies import HostCopy
@@ -50,6 +49,7 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.parallel.pipeline_schedule import Pipeline, StageSync
 
 

@@ -16,7 +16,6 @@ import torch
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.building.job import Job
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
@@ -31,6 +30,7 @@ from fp8cfg.training.progress import Progress
 from fp8cfg.training.step import StepResult
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
 
 _PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}

@@ -163,8 +163,9 @@ def test_a_graph_builds_the_job_that_is_wired_by_hand_bit_for_bit(words: tuple[s
 def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
     """The job of `recipe`, without a graph."""
     from fp8cfg.building import graph, optimizer
-    from fp8cfg.building.job import JobAutocast, make_schedule
+    from fp8cfg.building.job import JobAutocast
     from fp8cfg.building.model import prepared_model
+    from fp8cfg.optim.lr_schedule import Schedule
     from fp8cfg.planning.job_plan import plan_on_this_machine
 
     plan = plan_on_this_machine(recipe)
@@ -173,7 +174,9 @@ def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
     clip, seed = recipe.trainer.gradient_clip_val, recipe.trainer.seed
     adam = optimizer.optimizer(model, plan.precision, recipe.optim, clip, plan.choice, scaler, seed)
     autocast = JobAutocast(model, plan.choice, plan.precision, custom_model=False)
-    return graph.build_job(recipe, plan, model, scaler, adam, make_schedule(recipe), autocast)
+    return graph.build_job(
+        recipe, plan, model, scaler, adam, Schedule.from_recipe(recipe), autocast
+    )
 
 
 def test_a_build_makes_one_plan_and_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from fp8cfg.building.job import Job
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.hardware import gpu_of_device
 from fp8cfg.planning.plan_report import PlanReport, report_plan
@@ -28,13 +27,14 @@ from fp8cfg.run_folder.status import State
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.packages import reason
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.loggers.interface import LoggedRun, RunLogger
 from fp8cfg.training.run_status import end_state
 
 if TYPE_CHECKING:
+    from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.schema.recipe import Recipe
 
 MAX_WAITING = 10_000
 """Rows that wait for a slow logger. If there are more, it is turned off."""
