@@ -261,12 +261,12 @@ def _read_set_scales(layer: FP8Linear) -> None:
 
 def _may_have_unset_scales(layer: FP8Linear) -> bool:
     """Whether a shared scale of a tensor that is quantized may not be set yet."""
-    if layer.parts is None:
+    if layer.pass_amax_group is None:
         return False
     quantized = {role for role, gemm in CONTRACTED if not layer.high_precision[gemm]}
     if _has_fp8_weight(layer):
         quantized.add(WEIGHT)
-    return not quantized.isdisjoint(layer.parts.roles)
+    return not quantized.isdisjoint(layer.pass_amax_group.roles)
 
 
 # --- overflow of the last step

@@ -107,35 +107,48 @@ class LinearFunction(torch.autograd.Function):
         """
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
 
-        # The input is quantized for wgrad now, together with fprop, and saved in one byte per
-        # element. It is deferred if the input takes less memory as it is.
+        # One kernel quantizes the input for fprop and wgrad, and one byte per element is saved for
+        # wgrad. If it takes less memory to save the input itself, the backward pass quantizes it.
         defers_input = needs_grad_weight and call.defers_wgrad_input
         input_gemms = [FPROP]
         if needs_grad_weight and not defers_input:
             input_gemms.append(WGRAD)
         inputs = call.operands(input, INPUT, input_gemms, forward_buffers)
 
-        # dgrad reads a stored weight again in the backward pass: nothing else is saved. A codec's
-        # weight is quantized for dgrad now, because its FP8 operand is as small.
+        # dgrad reads a stored weight again in the backward pass, so no operand is saved. Only a
+        # weight in a codec is quantized for dgrad now, because its FP8 operand is as small.
         saves_weight = needs_grad_input
         if storage is not None and cached.dgrad is None:
-            is_operand = isinstance(storage, FP8Weight) or call.high_precision[DGRAD]
-            saves_weight = needs_grad_input and not is_operand
-        weight_gemms = [FPROP, DGRAD] if saves_weight else [FPROP]
-        weights = weight_operands(call, weight, storage, cached, weight_gemms, forward_buffers)
+            reads_storage = isinstance(storage, FP8Weight) or call.high_precision[DGRAD]
+            saves_weight = needs_grad_input and not reads_storage
+        weight_gemms = [FPROP]
+        if saves_weight:
+            weight_gemms.append(DGRAD)
+        weight_source: Tensor | WeightStorage = weight
+        if storage is not None:
+            weight_source = storage
+        weights = weight_operands(call, weight_source, cached, weight_gemms, forward_buffers)
 
         # fprop: output [T, out] = input [T, in] @ weight.T [in, out]. Both operands are E4M3 and
         # contracted along their rows, as they are stored: cuBLAS wants exactly this layout. Fast
         # accumulation is good enough for activations.
-        records_gemm = call.is_training or not call.high_precision[FPROP]
-        gemms_ran = forward_buffers.gemms_ran if records_gemm else None
+        gemms_ran = None
+        if call.is_training or not call.high_precision[FPROP]:
+            gemms_ran = forward_buffers.gemms_ran
         output = gemm(inputs[FPROP], weights[FPROP], call.output_dtype, gemms_ran, FPROP, bias)
 
         saved_input, input_source = inputs.get(WGRAD), None
         if defers_input:
             saved_input, input_source = call.deferred_input(input, inputs[FPROP])
         saved_weight = weights.get(DGRAD)
-        stored_data = None if storage is None else storage.data
+        stored_data = None
+        ctx.storage = None
+        if storage is not None:
+            # The scales are attributes instead of saved tensors: a second forward pass may write
+            # these buffers before this backward pass, and autograd rejects saved tensors that were
+            # written.
+            stored_data = storage.data
+            ctx.storage = storage._replace(data=None)  # type: ignore[arg-type]
         ctx.save_for_backward(
             *operand_tensors(saved_input),
             *operand_tensors(saved_weight),
@@ -144,15 +157,12 @@ class LinearFunction(torch.autograd.Function):
         )
         ctx.input_kind = operand_kind(saved_input)
         ctx.weight_kind = operand_kind(saved_weight)
-        # Attributes instead of saved tensors: a second forward pass may write buffers before this
-        # backward pass, and autograd rejects saved tensors that were written.
-        ctx.storage = None
-        if storage is not None:
-            ctx.storage = storage._replace(data=None)  # type: ignore[arg-type]
-        ctx.buffers = backward_buffers
+        ctx.buffers = backward_buffers  # an attribute for the same reason
         ctx.call = call
         ctx.input_dtype = input.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = None
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
         return output
 
     @staticmethod
@@ -178,7 +188,7 @@ class LinearFunction(torch.autograd.Function):
             # dgrad: grad_input [T, in] = grad_output [T, out] @ weight [out, in]. The weight is
             # contracted along its columns, so cuBLAS needs a transposed copy.
             if needs_grad_input:
-                if weight_operand is None:
+                if weight_operand is None:  # dgrad reads the stored weight
                     storage = ctx.storage._replace(data=stored_data)
                     weight_operand = call.operands(storage, WEIGHT, [DGRAD], buffers)[DGRAD]
                 grad_input = gemm(
@@ -202,9 +212,9 @@ class LinearFunction(torch.autograd.Function):
                     grad_weight = keep_overflow(grad_weight, grad_output)
 
             if buffers.rounding is not None:
-                # Once per backward pass. Recomputed forward passes draw no random numbers.
-                _, count = buffers.rounding
-                count.add_(1)
+                # Only backward passes draw random numbers, so recomputed forward passes don't count.
+                _, num_draws = buffers.rounding
+                num_draws.add_(1)
             if needs_grad_bias:
                 grad_bias = grad_output.sum(0).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
@@ -212,13 +222,12 @@ class LinearFunction(torch.autograd.Function):
 
 def weight_operands(
     call: LinearCall,
-    weight: Tensor,
-    storage: WeightStorage | None,
+    source: Tensor | WeightStorage,
     cached: WeightOperands,
     gemms: list[int],
     buffers: PassBuffers,
 ) -> dict[int, Operand]:
-    """Returns the operands of the weight: cached ones, and the rest quantized now."""
+    """Returns the operands of the weight in `gemms`: cached ones, and the rest quantized now."""
     operands = {}
     missing = []
     for slot in gemms:
@@ -227,7 +236,6 @@ def weight_operands(
             missing.append(slot)
         else:
             operands[slot] = operand
-    source = weight if storage is None else storage
     return operands | call.operands(source, WEIGHT, missing, buffers)
 
 
@@ -356,6 +364,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         layer.weight_grad_dtype = linear.weight.dtype
         layer._register_buffers(linear.weight.device)
         if fp8_params:
+            # The other fields of FP8Weight become buffers.
             data, *scales = layer._quantize_master(linear.weight.detach())
             for name, buffer in zip(WEIGHT_BUFFERS, scales, strict=True):
                 layer.register_buffer(name, buffer, persistent=False)
@@ -380,8 +389,9 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             self.seed_rounding(0)
         for name in RAN:
             register(name, torch.zeros(3, dtype=torch.int32, device=device))
-        # Under delayed scaling row 0 of the history is the amax record.
-        amax = None if state else torch.zeros(1, 3, dtype=torch.float32, device=device)
+        amax = None
+        if not state:  # under delayed scaling row 0 of the history is the amax record
+            amax = torch.zeros(1, 3, dtype=torch.float32, device=device)
         register(AMAX, amax)
         register(BACKWARD_AMAX, torch.zeros(1, 3, dtype=torch.float32, device=device))
 
@@ -391,14 +401,20 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
                 f"FP8 layer: input of dtype {x.dtype}, expected a float dtype as nn.Linear does;"
                 " cast it, for example with x.float()"
             )
+        num_sequences = 1
+        if self.token_shard is not None:
+            num_sequences = x.shape[:-2].numel()
         call = self._call(x.dtype, x.device.type)._replace(
             token_shard=self.token_shard,
-            num_sequences=x.shape[:-2].numel() if self.token_shard else 1,
+            num_sequences=num_sequences,
             # A compiler decides itself what to save.
             saves_input=self.keeps_input and not torch.compiler.is_compiling(),
         )
         weight, storage = self._weight_and_storage()
         forward_buffers, backward_buffers = self._pass_buffers()
+        bias = None
+        if self.adds_bias:
+            bias = self.bias
         # Operands have their dtypes already; autocast would change those of emulated GEMMs.
         with torch.autocast(x.device.type, enabled=False):
             cached = self._cached_operands(call, weight, storage, forward_buffers, x.requires_grad)
@@ -406,7 +422,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
                 # GEMMs multiply matrices: all leading dimensions are tokens.
                 x.reshape(-1, self.in_features),
                 weight,
-                self.bias if self.adds_bias else None,
+                bias,
                 storage,
                 cached,
                 forward_buffers,
@@ -420,23 +436,29 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         output_dtype = input_dtype
         if torch.is_autocast_enabled(device):
             output_dtype = torch.get_autocast_dtype(device)
+        high_precision = self.high_precision
+        if not self.region.applies():
+            high_precision = (True, True, True)
         carrier = None
         if self.product == "emulate":
             # bfloat16 holds all FP8 values, but not their products with arbitrary scales.
             is_exact = self.scaling.layout.exact_in_bfloat16(self.scaling.power_2_scales)
-            use_bfloat16 = is_exact and output_dtype == torch.bfloat16
-            carrier = torch.bfloat16 if use_bfloat16 else torch.float32
-        is_stored = self.held
-        records = torch.is_grad_enabled()
+            carrier = torch.float32
+            if is_exact and output_dtype == torch.bfloat16:
+                carrier = torch.bfloat16
+        weight_grad_dtype = self.parameter.dtype
+        if self.held:
+            weight_grad_dtype = self.weight_grad_dtype
+        record_amax = torch.is_grad_enabled()
         return LinearCall(
             self.scaling,
-            high_precision=self.high_precision if self.region.applies() else (True, True, True),
+            high_precision=high_precision,
             carrier=carrier,
             output_dtype=output_dtype,
-            weight_grad_dtype=self.weight_grad_dtype if is_stored else self.parameter.dtype,
-            record_amax=records,
-            is_training=records and self.training,
-            amax_group=self.parts,
+            weight_grad_dtype=weight_grad_dtype,
+            record_amax=record_amax,
+            is_training=record_amax and self.training,
+            amax_group=self.pass_amax_group,
         )
 
     def _weight_and_storage(self) -> tuple[Tensor, WeightStorage | None]:
@@ -444,17 +466,19 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         if self.held:
             return self.receiver_and_storage()
         weight = self.parameter
-        if isinstance(weight, GatheredWeight):
-            codec = None if self.fsdp_shard is None else self.fsdp_shard.codec
-            return weight, weight.weight_storage(codec)
-        return weight, None
+        if not isinstance(weight, GatheredWeight):
+            return weight, None
+        codec = None
+        if self.fsdp_shard is not None:
+            codec = self.fsdp_shard.codec
+        return weight, weight.weight_storage(codec)
 
     def _pass_buffers(self) -> tuple[PassBuffers, PassBuffers]:
         """Returns the buffers of a forward pass and of its backward pass."""
         rounding = None
-        key, count = self._buffers[ROUNDING_KEY], self._buffers[ROUNDING_COUNT]
-        if key is not None and count is not None:
-            rounding = key, count
+        key, num_draws = self._buffers[ROUNDING_KEY], self._buffers[ROUNDING_COUNT]
+        if key is not None and num_draws is not None:
+            rounding = key, num_draws
         forward = PassBuffers(self.fp8_scale, amax_record(self), self.ran_forward)
         backward = PassBuffers(self.fp8_scale, self.fp8_backward_amax, self.ran_backward, rounding)
         return forward, backward
@@ -467,11 +491,12 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         buffers: PassBuffers,
         needs_dgrad: bool,
     ) -> WeightOperands:
+        """Returns the operands in the weight cache, after filling it if necessary."""
         if storage is None:
             return self.weight_cache.read(call, weight, None, buffers, needs_dgrad)
         if isinstance(storage, FP8Weight) and self.keeps_transpose:
             return self.weight_cache.read(call, weight, storage, buffers, needs_dgrad)
-        return NO_OPERANDS
+        return NO_OPERANDS  # each pass reads the stored weight
 
     def quantize_weight(self, input_dtype: torch.dtype) -> None:
         """Fills the weight cache before compiled code that reads it.
@@ -523,7 +548,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
     def _quantize_master(self, master: Tensor, target: FP8Weight | None = None) -> FP8Weight:
         return store_and_record(
-            master, self.scaling, self.fp8_scale, amax_record(self), self.parts, target
+            master, self.scaling, self.fp8_scale, amax_record(self), self.pass_amax_group, target
         )
 
     def hold(self, codec: Codec, read_as: torch.dtype) -> None:
@@ -543,12 +568,14 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         self._prepare_gradient()
 
     @property
-    def parts(self) -> AmaxGroup | None:
-        """The amax group of tensors scaled by their amax in this pass.
+    def pass_amax_group(self) -> AmaxGroup | None:
+        """The part of `amax_group` whose amaxes are reduced in this pass.
 
-        Under delayed scaling only a tensor without a known scale is scaled so.
+        Under delayed scaling a pass reads the amax only if the scale is not set yet.
         """
-        return self.amax_group and self.amax_group.exclude(self.scales_set)
+        if self.amax_group is None:
+            return None
+        return self.amax_group.exclude(self.scales_set)
 
     def note_set(self, roles: tuple[int, ...]) -> None:
         """Notes that the delayed scales of these roles are set. Others may not be."""
@@ -589,10 +616,10 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
         `lane` is the dimension that the GEMM contracts.
         """
-        key, count = self._buffers[ROUNDING_KEY], self._buffers[ROUNDING_COUNT]
-        if key is None or count is None:
+        key, num_draws = self._buffers[ROUNDING_KEY], self._buffers[ROUNDING_COUNT]
+        if key is None or num_draws is None:
             return None
-        return RandomStream(key, count, lane)
+        return RandomStream(key, num_draws, lane)
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Returns the delayed-scaling state of a new layer, see `Scaling.fresh_state`."""
@@ -643,8 +670,10 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"
-        stored = f", weight {self.codec}" if self.codec else ""
-        return f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}{stored}"
+        text = f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}"
+        if self.codec:
+            text += f", weight {self.codec}"
+        return text
 
 
 def check_product(

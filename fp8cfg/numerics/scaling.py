@@ -115,7 +115,9 @@ class Scaling:
 
     def format_of(self, role: int) -> Format:
         """Returns the format of tensors of `role`."""
-        return self.backward if role == GRAD_OUTPUT else self.forward
+        if role == GRAD_OUTPUT:
+            return self.backward
+        return self.forward
 
     def scaled_max(self, role: int) -> float:
         """Returns the value that a scale moves the amax to: the largest FP8 value / 2**margin."""
@@ -149,10 +151,16 @@ class Scaling:
         return role == GRAD_OUTPUT
 
     def has_hardware_gemms(self, high_precision: tuple[bool, bool, bool]) -> bool:
-        """Whether torch has the GEMMs on a GPU. Those in `high_precision` need no FP8 support."""
+        """Whether torch has the FP8 GEMMs of this scaling on a GPU.
+
+        Args:
+            high_precision: Which of fprop, dgrad and wgrad are not in FP8.
+        """
         if all(high_precision[1:]):
             return True  # no gradient is in FP8, so its format does not matter
-        fp8_format = "e4m3" if self.backward == self.forward else "hybrid"
+        fp8_format = "hybrid"
+        if self.backward == self.forward:
+            fp8_format = "e4m3"
         return fp8_format in self.layout.multiplied
 
     def fresh_state(self, roles: int = 3, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -168,8 +176,10 @@ class Scaling:
         """
         if not self.layout.history:
             return {}
-        first = 1.0 if self.first_step == "te" else 0.0
-        scale = torch.full((roles,), first, dtype=torch.float32, device=device)
+        first_scale = 0.0
+        if self.first_step == "te":
+            first_scale = 1.0
+        scale = torch.full((roles,), first_scale, dtype=torch.float32, device=device)
         history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
         return {"fp8_scale": scale, "fp8_amax_history": history}
 
@@ -219,8 +229,8 @@ def floor_to_power_of_2(scale: Tensor) -> Tensor:
 def delayed_scale(amax: Tensor, role: int, scaling: Scaling, stored_scale: Tensor) -> Tensor:
     """Returns the scale of delayed scaling in a forward or backward pass.
 
-    It is the scale that `roll_amax_history` has set from past steps. So a kernel reads the tensor
-    once. Values above the past amaxes saturate.
+    `roll_amax_history` has set the scale from past steps, so a kernel reads the tensor only once.
+    Values above the past amaxes saturate.
 
     Args:
         amax: Amax of the tensor itself, float32 of any shape. Used until the first update.
@@ -299,14 +309,16 @@ def current_scale(amax: Tensor, role: int, scaling: Scaling) -> Tensor:
         scaling: The recipe.
     """
     scale = compute_scale(amax, scaling.scaled_max(role))
-    return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
+    if scaling.power_2_scales:
+        scale = floor_to_power_of_2(scale)
+    return scale
 
 
 # --- one scale for a tensor
 
 
 def choose_tensor_scale(
-    t: Tensor,
+    tensor: Tensor,
     role: int,
     scaling: Scaling,
     scales: Tensor | None,
@@ -317,14 +329,14 @@ def choose_tensor_scale(
     """Chooses the scale of a tensor under delayed or current scaling, and records its amax.
 
     Args:
-        t: The tensor, or this rank's shard of it.
+        tensor: The tensor, or this rank's shard of it.
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         scaling: The recipe.
         scales: Scales of the layer under delayed scaling, float32 [3]. None under current scaling.
         history: Amax record of the layer, float32 [length, 3]. Row 0 is the running maximum.
-        record: Whether to fold the amax of `t` into `history`.
-        amax_group: Ranks with the other shards. The scale is that of the whole tensor. The recorded
-            amax is that of the shard, because `update_scales` reduces the records.
+        record: Whether to fold the amax of `tensor` into `history`.
+        amax_group: Ranks with the other shards. The scale covers the whole tensor. The record gets
+            the amax of the shard, because `update_scales` reduces the records.
 
     Returns:
         float32 [].
@@ -332,24 +344,31 @@ def choose_tensor_scale(
     if scales is not None and scaling.first_step == "te":
         # The scale is always set, so the amax is only recorded.
         if record and history is not None:
-            record_amax(history[0, role], compute_amax(t))
+            record_amax(history[0, role], compute_amax(tensor))
         return scales[role]
 
-    amax = compute_amax(t)
+    amax = compute_amax(tensor)
     if record and history is not None:
         record_amax(history[0, role], amax)
     if amax_group is not None:
         amax = amax_group.reduce(amax, role)
-    return scales_from_amaxes(amax, role, scaling, None if scales is None else scales[role])
+    stored_scale = None
+    if scales is not None:
+        stored_scale = scales[role]
+    return scales_from_amaxes(amax, role, scaling, stored_scale)
 
 
 def scales_from_amaxes(
     amaxes: Tensor, role: int, scaling: Scaling, stored_scales: Tensor | None = None
 ) -> Tensor:
-    """Returns the scales of tensors with known amaxes, float32 of any shape.
+    """Returns the scales of tensors with known amaxes, under delayed or current scaling.
 
-    `stored_scales` are the scales of the layers under delayed scaling, and None under current
-    scaling.
+    Args:
+        amaxes: float32 of any shape.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        stored_scales: Scales of the layers under delayed scaling, of the shape of `amaxes`. None
+            under current scaling.
     """
     if stored_scales is None:
         return current_scale(amaxes, role, scaling)
@@ -360,10 +379,13 @@ def scales_from_amaxes(
 
 
 class TileScales(NamedTuple):
-    """The scales of the tiles of a matrix, float32.
+    """The scales of the tiles of a matrix.
 
-    Elements are multiplied by `encode` before they are rounded. `decode` dequantizes them. The two
-    are no exact reciprocals if `decode` is rounded to a narrow dtype.
+    The two are no exact reciprocals if `decode` is rounded to a narrow dtype.
+
+    Attributes:
+        encode: float32. Elements are multiplied by it before they are rounded.
+        decode: float32. It dequantizes the rounded elements.
     """
 
     encode: Tensor
@@ -439,8 +461,8 @@ def encode_e8m0(decode: Tensor) -> Tensor:
 def nvfp4_scales(amax: Tensor, global_scale: Tensor) -> TileScales:
     """Returns the scales of NVFP4: E4M3, one for 16 elements or 16 x 16 of a weight.
 
-    E4M3 reaches only 448. A float32 scale of the whole tensor, the global scale, is above them. The
-    GEMM multiplies by the inverse of both. `decode` does not include the global scale.
+    E4M3 reaches only 448, so there is a second level: the global scale, float32, of the whole
+    tensor. The GEMM multiplies by the inverse of both. `decode` does not include the global scale.
     Sources: arXiv:2509.25149; common/transpose/quantize_transpose_vector_blockwise_fp4.cu.
 
     Args:
@@ -455,14 +477,14 @@ def nvfp4_scales(amax: Tensor, global_scale: Tensor) -> TileScales:
     return TileScales(encode, decode)
 
 
-def compute_global_scale(t: Tensor, group: str | None = None) -> Tensor:
+def compute_global_scale(tensor: Tensor, group: str | None = None) -> Tensor:
     """Returns the global scale of NVFP4, float32 [].
 
     Args:
-        t: The tensor, or this rank's shard of it.
+        tensor: The tensor, or this rank's shard of it.
         group: Name of the process group with the other shards.
     """
-    amax = compute_amax_or_nan(t)
+    amax = compute_amax_or_nan(tensor)
     if group is not None:
         amax = all_reduce_max_or_nan(amax, group)
     return global_scale_from_amax(amax)
@@ -502,7 +524,7 @@ def tile_scales_from_amaxes(
 
 
 def compute_tile_scales(
-    v: Tensor,
+    tiles: Tensor,
     fmt: Format,
     scaling: Scaling,
     global_scale: Tensor | None,
@@ -513,7 +535,7 @@ def compute_tile_scales(
     """Computes the scales of the tiles of a matrix, float32 [A, 1, B, 1] each.
 
     Args:
-        v: The matrix as tiles [A, r, B, c], from `split_tiles`.
+        tiles: The matrix as tiles [A, r, B, c], from `split_tiles`.
         fmt: Format of the elements.
         scaling: The recipe.
         global_scale: Scale of the whole tensor under NVFP4, float32 [].
@@ -522,13 +544,15 @@ def compute_tile_scales(
         group: Name of the process group with the other shards of each tile, which is a row or a
             column.
     """
+    # E8M0 and E4M3 scales can be NaN, and a tile with NaN gets such a scale. float32 scales skip it.
     keep_nan = scaling.layout.scale != "float32"
-    amax = compute_tile_amax(v, keep_nan)
+    amax = compute_tile_amax(tiles, keep_nan)
     if record is not None and amax.numel():
         record_amax(record, replace_nan(amax).amax())
-    if group is not None:
-        reduce_amax = all_reduce_max_or_nan if keep_nan else all_reduce_max
-        amax = reduce_amax(amax, group)
+    if group is not None and keep_nan:
+        amax = all_reduce_max_or_nan(amax, group)
+    elif group is not None:
+        amax = all_reduce_max(amax, group)
     encode, decode = tile_scales_from_amaxes(amax, fmt, scaling, global_scale, input_dtype)
     return TileScales(_materialize(encode), _materialize(decode))
 

@@ -64,7 +64,7 @@ def step(layer: FP8Linear, asked: dict[str, int], gradient: float = 1.0) -> tupl
 
 def test_nothing_is_reduced_once_scales_are_set(asked: dict[str, int]) -> None:
     layer = layer_of()
-    assert step(layer, asked) == (2, 1) and layer.parts is None
+    assert step(layer, asked) == (2, 1) and layer.pass_amax_group is None
     assert step(layer, asked) == (0, 0)
 
 
@@ -79,7 +79,7 @@ def test_products_in_high_precision_are_not_waited_for(asked: dict[str, int]) ->
 
 def test_a_scale_that_saw_nothing_but_zeros_is_asked_for_again(asked: dict[str, int]) -> None:
     layer = layer_of()
-    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.parts == AmaxGroup(
+    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.pass_amax_group == AmaxGroup(
         ((GRAD_OUTPUT, 1),), SPLIT.group
     )
     assert step(layer, asked) == (1, 1) and step(layer, asked) == (0, 0)
@@ -89,9 +89,13 @@ def test_a_loaded_layer_asks_again(asked: dict[str, int]) -> None:
     layer = layer_of()
     step(layer, asked)
     layer.load_state_dict(layer.state_dict())
-    assert layer.parts == SPLIT and step(layer, asked) == (2, 1) and layer.parts is None
+    assert (
+        layer.pass_amax_group == SPLIT
+        and step(layer, asked) == (2, 1)
+        and layer.pass_amax_group is None
+    )
     reset_state([layer])
-    assert layer.parts == SPLIT
+    assert layer.pass_amax_group == SPLIT
 
 
 def test_a_gpu_is_read_an_update_late(
@@ -100,10 +104,10 @@ def test_a_gpu_is_read_an_update_late(
     monkeypatch.setattr(amax_update.HostCopy, "of", lambda values: HostCopy(values, Arriving()))  # type: ignore[arg-type]
     Arriving.waits, layer = 0, layer_of()
     step(layer, asked)
-    assert layer.parts == SPLIT and Arriving.waits == 0, "the copy is on its way"
+    assert layer.pass_amax_group == SPLIT and Arriving.waits == 0, "the copy is on its way"
     other = copy.deepcopy(layer)
     assert other.scales_read is None and layer.scales_read is not None, "an event has no copy"
-    assert step(layer, asked)[0] == 2 and layer.parts is None and Arriving.waits == 1
+    assert step(layer, asked)[0] == 2 and layer.pass_amax_group is None and Arriving.waits == 1
     assert step(layer, asked)[0] == 0 and layer.scales_read is None and Arriving.waits == 1
     step(layer := layer_of(), asked)
     layer.load_state_dict(layer.state_dict())
