@@ -19,7 +19,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards, shard_in_fp8
-from fp8cfg.numerics.weight_storage import HeldWeight, NarrowWeight
+from fp8cfg.numerics.weight_storage import CodecLayer, NarrowWeight
 from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,16 +89,16 @@ def hold(
             replaced(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
-            layer.hold(get_codec(named["weight"]), DTYPES[compute])
+            layer.store_in_codec(get_codec(named["weight"]), DTYPES[compute])
         else:
-            weight_storage.hold(layer, get_codec(named["weight"]), DTYPES[compute])
+            weight_storage.store_in_codec(layer, get_codec(named["weight"]), DTYPES[compute])
     # Some libraries fuse norms into the following GEMM, which needs their weight in the compute
     # dtype.
     if state.other["weight"] != compute:
         for norm in [
             module for module in model.modules() if getattr(module, "read_by_product", False)
         ]:
-            weight_storage.hold(norm, get_codec("fp32"), DTYPES[compute])
+            weight_storage.store_in_codec(norm, get_codec("fp32"), DTYPES[compute])
 
 
 def shard_in_codec(
@@ -129,8 +129,8 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
     If a codec has no scale, the weight stays the same Parameter, so tied weights stay tied.
     """
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, HeldWeight):
-            weight_storage.unhold(layer, _decoded(layer, dtype))
+        if isinstance(layer, CodecLayer):
+            weight_storage.remove_codec(layer, _decoded(layer, dtype))
         elif isinstance(layer, FP8Linear) and layer.codec:
             replaced(model, name, linear_with(_decoded(layer, dtype), layer.bias))
         for key, hook in list(layer._forward_hooks.items()):
@@ -138,12 +138,12 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
                 del layer._forward_hooks[key]
 
 
-def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
+def _decoded(layer: FP8Linear | CodecLayer, dtype: torch.dtype) -> nn.Parameter:
     """Returns the decoded weight of a layer as a Parameter of dtype `dtype`."""
     assert layer.codec, "held in it"
     if layer.codec.scaling != "none":
         return nn.Parameter(
-            layer.codec.decode(layer.in_codec).to(dtype),
+            layer.codec.decode(layer.codec_tensors).to(dtype),
             requires_grad=layer.parameter.requires_grad,
         )
     if layer.parameter.dtype != dtype:
@@ -174,7 +174,7 @@ def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
     layers = {
         layer.parameter: layer
         for layer in model.modules()
-        if isinstance(layer, NarrowWeight) and layer.held
+        if isinstance(layer, NarrowWeight) and layer.is_encoded
     }
     for name, p in model.named_parameters():
         # Gradients with a scale are float32 until the optimizer quantizes them.
@@ -190,17 +190,17 @@ def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
             p.grad_dtype = gradient
 
 
-def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
-    """Returns the layer of each weight in a codec with a scale. Its `in_codec` has the tensors."""
-    return {layer.parameter: layer for layer in in_codec(model) if len(layer.in_codec) > 1}
+def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
+    """Returns the layer of each weight in a codec with a scale. Its `codec_tensors` has the tensors."""
+    return {layer.parameter: layer for layer in in_codec(model) if len(layer.codec_tensors) > 1}
 
 
-def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
+def in_codec(model: nn.Module) -> list[FP8Linear | CodecLayer]:
     """Returns the layers with a weight in a codec."""
     return [
         layer
         for layer in model.modules()
-        if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec
+        if isinstance(layer, (FP8Linear, CodecLayer)) and layer.codec
     ]
 
 

@@ -125,7 +125,7 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
     layers = {
         layer.parameter: layer
         for layer in job.model.modules()
-        if isinstance(layer, NarrowWeight) and layer.scaled
+        if isinstance(layer, NarrowWeight) and layer.has_scale
     }
 
     def wide(p: nn.Parameter) -> Tensor:

@@ -382,7 +382,7 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
     vectors. Norms come last, because they may stay float32 in a bfloat16 model.
     """
     layers: list[Any] = [*stored_weights.in_codec(model)]
-    layers += [layer for layer in fp8_linears(model) if layer.held]
+    layers += [layer for layer in fp8_linears(model) if layer.is_encoded]
     stored = {layer.parameter for layer in layers}
     wide = [
         p

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics.async_copies import waited
+from fp8cfg.numerics.async_copies import run_collective
 from fp8cfg.schema.scalings import Tile
 
 
@@ -148,7 +148,7 @@ class AmaxGroup(NamedTuple):
 
 def all_reduce_max(t: Tensor, group: Any) -> Tensor:
     """Returns the elementwise maximum over the ranks of a group, a new tensor without gradient."""
-    return waited(collectives.all_reduce, t.detach(), "max", group=group)
+    return run_collective(collectives.all_reduce, t.detach(), "max", group=group)
 
 
 def all_reduce_max_or_nan(t: Tensor, group: Any) -> Tensor:

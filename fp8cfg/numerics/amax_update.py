@@ -247,7 +247,7 @@ def _learn_which_scales_are_set(layers: list[FP8Linear]) -> None:
     copies = HostCopy.of(torch.stack([_delayed_state(layer)[0] for layer in unknown])).unbind()
     for layer, copy in zip(unknown, copies, strict=True):
         layer.scales_read = copy
-        if copy.at_hand:
+        if copy.is_ready:
             _read_set_scales(layer)
 
 
@@ -256,7 +256,7 @@ def _read_set_scales(layer: FP8Linear) -> None:
         return
     scales = layer.scales_read.read()
     layer.scales_read = None
-    layer.note_set(tuple(role for role, scale in enumerate(scales) if scale != 0))
+    layer.mark_scales_set(tuple(role for role, scale in enumerate(scales) if scale != 0))
 
 
 def _may_have_unset_scales(layer: FP8Linear) -> bool:

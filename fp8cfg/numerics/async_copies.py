@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to `device`."""
     if device.type != "cuda":
         return tensor.to(device)
@@ -40,7 +40,7 @@ class HostCopy:
         return cls(host_values, copied)
 
     @property
-    def at_hand(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the values were on the host already, so that reading never waits."""
         return self._copied is None
 
@@ -60,7 +60,7 @@ _wait: Callable[[Any], Tensor] = collectives.wait_tensor
 
 # The report on hung ranks reads the locals `collective` and `group` of the next two functions
 # (parallel/blocked_collective.py).
-def waited(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
+def run_collective(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
     """Runs a functional collective of torch and returns its result.
 
     Args:

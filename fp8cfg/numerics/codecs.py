@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8cfg.numerics.amax import compute_amax_or_nan
-from fp8cfg.numerics.async_copies import sent
+from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.numerics.formats import (
     E4M3,
     Format,
@@ -425,7 +425,9 @@ _TABLES_ON_GPU: dict[int | None, _Tables] = {}
 def send_tables(device: torch.device) -> None:
     """Copies the tables to a GPU once. Call it before code that uses them there is compiled."""
     if device.type == "cuda" and device.index not in _TABLES_ON_GPU:
-        _TABLES_ON_GPU[device.index] = _Tables(*(sent(table, device) for table in _TABLES))
+        _TABLES_ON_GPU[device.index] = _Tables(
+            *(copy_to_device(table, device) for table in _TABLES)
+        )
 
 
 def _tables_on(device: torch.device) -> _Tables:

@@ -287,7 +287,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         range_used: float32 [3], amaxes of the last step relative to the range of their scales.
     """
 
-    kept = (*BUFFERS, ROUNDING_COUNT)
+    state_buffers = (*BUFFERS, ROUNDING_COUNT)
     scaling: Scaling
     region: Region
     high_precision: GemmFlags
@@ -370,7 +370,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
                 layer.register_buffer(name, buffer, persistent=False)
             layer._set_parameter(data, linear.weight.requires_grad)
         elif codec is not None:
-            layer.hold(codec, layer.read_as)
+            layer.store_in_codec(codec, layer.read_as)
         layer._prepare_gradient()
         return layer
 
@@ -447,7 +447,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             if is_exact and output_dtype == torch.bfloat16:
                 carrier = torch.bfloat16
         weight_grad_dtype = self.parameter.dtype
-        if self.held:
+        if self.is_encoded:
             weight_grad_dtype = self.weight_grad_dtype
         record_amax = torch.is_grad_enabled()
         return LinearCall(
@@ -463,7 +463,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
     def _weight_and_storage(self) -> tuple[Tensor, WeightStorage | None]:
         """Returns the tensor that receives the gradient, and the weight if it is not that tensor."""
-        if self.held:
+        if self.is_encoded:
             return self.receiver_and_storage()
         weight = self.parameter
         if not isinstance(weight, GatheredWeight):
@@ -519,7 +519,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
     @property
     def fp8_params(self) -> bool:
         """Whether the weight is stored in FP8 only."""
-        return self.codec is None and self.scaled
+        return self.codec is None and self.has_scale
 
     @torch.no_grad()
     def set_weight(self, master: Tensor) -> None:
@@ -551,7 +551,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             master, self.scaling, self.fp8_scale, amax_record(self), self.pass_amax_group, target
         )
 
-    def hold(self, codec: Codec, read_as: torch.dtype) -> None:
+    def store_in_codec(self, codec: Codec, read_as: torch.dtype) -> None:
         """Stores the weight in a codec from now on.
 
         The layer gets a new Parameter, unless the weight has the codec's dtype already and needs no
@@ -577,7 +577,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             return None
         return self.amax_group.exclude(self.scales_set)
 
-    def note_set(self, roles: tuple[int, ...]) -> None:
+    def mark_scales_set(self, roles: tuple[int, ...]) -> None:
         """Notes that the delayed scales of these roles are set. Others may not be."""
         # Compiled code is guarded by this attribute. An assignment would invalidate it.
         if roles != self.scales_set:
@@ -586,7 +586,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
     def forget_scales_set(self) -> None:
         """Notes that delayed scales were replaced by others, which may not be set."""
         self.scales_read = None
-        self.note_set(())
+        self.mark_scales_set(())
 
     @property
     def gemms_ran(self) -> Tensor:

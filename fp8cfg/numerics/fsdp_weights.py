@@ -602,7 +602,7 @@ def _padded_bytes(matrix: Tensor, rows: int) -> Tensor:
 
 
 @torch.no_grad()
-def whole_master(parameter: Any) -> Tensor:
+def gather_master(parameter: Any) -> Tensor:
     """Gathers the float32 weight [out, in] of a DTensor. All ranks with a shard call it."""
     from torch.distributed.tensor import DTensor  # takes a second to load
 

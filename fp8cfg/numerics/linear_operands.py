@@ -261,10 +261,10 @@ class LinearCall(NamedTuple):
         assert self.token_shard is not None
         if not self.has_one_input_scale:
             # TileScales lie along the tokens: those of all ranks are quantized together.
-            return None, self.token_shard.part(input, self.num_sequences)
+            return None, self.token_shard.local_tokens(input, self.num_sequences)
         data, scale_inv, fmt = fprop_operand.data, fprop_operand.scale_inv, fprop_operand.fmt
         assert fmt is not None
-        shard = self.token_shard.part(data, self.num_sequences)
+        shard = self.token_shard.local_tokens(data, self.num_sequences)
         return Operand(shard.to(fmt.dtype), scale_inv, fmt), None
 
     def wgrad_input(
@@ -273,12 +273,12 @@ class LinearCall(NamedTuple):
         """Returns wgrad's operand of the input from the result of `deferred_input`."""
         if operand is not None:
             assert self.token_shard is not None and operand.fmt is not None
-            data = self.token_shard.whole(operand.data, self.num_sequences)
+            data = self.token_shard.gather_tokens(operand.data, self.num_sequences)
             return operand._replace(data=data.to(self.carrier or operand.fmt.dtype)).t()
         assert source is not None
         if self.saves_token_shard:
             assert self.token_shard is not None
-            source = self.token_shard.whole(source, self.num_sequences)
+            source = self.token_shard.gather_tokens(source, self.num_sequences)
         # The forward pass has recorded the amax.
         call = self._replace(record_amax=False)
         return call.operands(source, INPUT, [WGRAD], buffers)[WGRAD]

@@ -29,7 +29,7 @@ from fp8cfg.numerics.amax import (
     record_amax,
     split_tiles,
 )
-from fp8cfg.numerics.async_copies import sent
+from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.numerics.formats import (
     E2M1,
     Format,
@@ -336,14 +336,14 @@ def _hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
         return build_hadamard_matrix(device).to(dtype)
     if _get_current_dispatch_mode_stack():
         # A mode may make fake tensors or count operations. The cache must not hold its tensor.
-        return sent(HADAMARD_MATRIX.to(dtype), device)
+        return copy_to_device(HADAMARD_MATRIX.to(dtype), device)
     return _cached_hadamard_matrix(device, dtype)
 
 
 @functools.cache
 def _cached_hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):  # an inference tensor could not be saved for backward
-        return sent(HADAMARD_MATRIX.to(dtype), device)
+        return copy_to_device(HADAMARD_MATRIX.to(dtype), device)
 
 
 def build_hadamard_matrix(device: torch.device) -> Tensor:

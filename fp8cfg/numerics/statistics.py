@@ -20,7 +20,7 @@ from fp8cfg.numerics.amax import compute_amax, split_tiles
 from fp8cfg.numerics.formats import Format, RandomStream, round_to_format
 from fp8cfg.numerics.fp8_linear import FP8Linear
 from fp8cfg.numerics.fp8_weights import GatheredWeight
-from fp8cfg.numerics.fsdp_weights import whole_master
+from fp8cfg.numerics.fsdp_weights import gather_master
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear_operands import CONTRACTED
 from fp8cfg.numerics.overflow_counts import pause_overflow_counts
@@ -184,7 +184,7 @@ class _Probe:
         if isinstance(weight, GatheredWeight):
             if weight.codec:
                 return weight.weight_storage(weight.codec).values(torch.float32)
-            return whole_master(self.shards[layer]) if layer in self.shards else None
+            return gather_master(self.shards[layer]) if layer in self.shards else None
         if layer.fp8_params and isinstance(weight, nn.Parameter):
             return self.masters.get(weight)
         return weight

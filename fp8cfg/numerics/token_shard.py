@@ -13,7 +13,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from fp8cfg.numerics.async_copies import waited
+from fp8cfg.numerics.async_copies import run_collective
 
 # torch 2.13 has renamed it.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -22,7 +22,7 @@ _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all
 def all_gather(tensor: Tensor, group: Any) -> Tensor:
     """Stacks `tensor`, of any shape, of all ranks to [ranks, ...], without a gradient."""
     # Along dimension 0: along others torch 2.11 runs code that does not compile.
-    gathered = waited(_all_gather, tensor.contiguous(), 0, group=group)
+    gathered = run_collective(_all_gather, tensor.contiguous(), 0, group=group)
     return gathered.view(-1, *tensor.shape)
 
 
@@ -41,14 +41,14 @@ class TokenShard(NamedTuple):
     ranks: int
     group: str
 
-    def part(self, matrix: Tensor, samples: int) -> Tensor:
+    def local_tokens(self, matrix: Tensor, samples: int) -> Tensor:
         """Copies this rank's tokens of a matrix [samples * length, channels]."""
         view = matrix.unflatten(0, (samples, self.ranks, -1))[:, self.rank]
         # A view of one sample would keep the whole matrix alive.
         tokens: Tensor = view.clone(memory_format=torch.contiguous_format).flatten(0, 1)
         return tokens
 
-    def whole(self, tokens: Tensor, samples: int) -> Tensor:
+    def gather_tokens(self, tokens: Tensor, samples: int) -> Tensor:
         """Gathers all tokens from the ranks' [samples * length / ranks, channels]."""
         # Process groups do not know float8.
         sent = tokens.view(torch.uint8) if tokens.itemsize == 1 else tokens

@@ -5,7 +5,7 @@
     layer.weight_storage  the form for GEMMs (fp8_weights.py), None for a plain Parameter
     layer.set_weight      writes a float32 master
 
-`NarrowWeight` is the base class of FP8Linear. `hold` gives a layer of a library the same properties. Both
+`NarrowWeight` is the base class of FP8Linear. `store_in_codec` gives a layer of a library the same properties. Both
 hand a wide gradient to the narrow Parameter, never cast stored tensors, and convert state dicts.
 """
 
@@ -55,7 +55,7 @@ class StoredWeight(nn.Module):
         super().__setstate__(state)
         self.copied = True
 
-    def saved(self, weight: Tensor) -> Tensor:
+    def state_dict_entry(self, weight: Tensor) -> Tensor:
         """Returns the entry of `state_dict()` for a decoded weight."""
         return as_saved(weight) if self.copied else weight
 
@@ -64,13 +64,13 @@ class NarrowWeight(StoredWeight):
     """Base class of a layer whose weight may be stored in FP8 or in a codec.
 
     Attributes:
-        kept: Buffers in the stored form of the layer's state. They are never cast.
+        state_buffers: Buffers in the stored form of the layer's state. They are never cast.
         codec: The codec of the weight, None for FP8 and high precision.
         read_as: Dtype represented by the stored weight.
         weight_grad_dtype: Dtype in which the gradient of a stored weight accumulates.
     """
 
-    kept: ClassVar[tuple[str, ...]]
+    state_buffers: ClassVar[tuple[str, ...]]
     codec: Codec | None
     read_as: torch.dtype
     weight_grad_dtype: torch.dtype
@@ -92,12 +92,12 @@ class NarrowWeight(StoredWeight):
         super().register_parameter(name, param)
 
     @property
-    def held(self) -> bool:
+    def is_encoded(self) -> bool:
         """Whether the weight is stored in FP8 or in a codec, and decoded before use."""
-        return self.codec is not None or self.scaled
+        return self.codec is not None or self.has_scale
 
     @property
-    def scaled(self) -> bool:
+    def has_scale(self) -> bool:
         """Whether the stored values mean nothing without their scale."""
         return self._buffers.get(SCALE_INV) is not None
 
@@ -106,7 +106,7 @@ class NarrowWeight(StoredWeight):
         """The weight [out, in] as other code reads it: decoded if it has a scale, and read-only."""
         if self._parameters.get("weight") is None:
             raise AttributeError(f"{type(self).__name__} has no weight yet")
-        if not self.scaled:
+        if not self.has_scale:
             return self.parameter
         with torch.enable_grad():
             return as_read(self.decoded_weight(), self.parameter)
@@ -114,7 +114,7 @@ class NarrowWeight(StoredWeight):
     @property
     def weight_storage(self) -> WeightStorage | None:
         """The stored weight as GEMMs read it, without gradient; None in high precision."""
-        if not self.held:
+        if not self.is_encoded:
             return None
         return self._storage_of(plain(self.parameter))
 
@@ -126,7 +126,7 @@ class NarrowWeight(StoredWeight):
         return FP8Weight(data, scale_inv, *(self._buffers[name] for name in WEIGHT_BUFFERS[1:]))
 
     @property
-    def in_codec(self) -> tuple[Tensor, ...]:
+    def codec_tensors(self) -> tuple[Tensor, ...]:
         """The tensors of a weight in a codec: data, and the scale if the codec has one."""
         storage = self.weight_storage
         assert isinstance(storage, CodecWeight)
@@ -149,20 +149,20 @@ class NarrowWeight(StoredWeight):
     def set_weight(self, master: Tensor) -> None:
         """Encodes `master`, float32 [out, in], into the stored weight."""
         assert self.codec is not None
-        self.codec.store(master, self.in_codec)
+        self.codec.store(master, self.codec_tensors)
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
         """Sets the dtype in which the gradient of a stored weight is computed and accumulated.
 
         A high-precision weight has a gradient of its own dtype, accumulated in its `grad_dtype`.
         """
-        if self.held:
+        if self.is_encoded:
             self.weight_grad_dtype = dtype
             self._prepare_gradient()
 
     def _set_parameter(self, data: Tensor, requires_grad: bool) -> None:
         """Makes `data` the stored weight. Its buffers are registered first."""
-        if self.scaled:
+        if self.has_scale:
             self._parameters["weight"] = codes(data, requires_grad)
         else:
             self._parameters["weight"] = nn.Parameter(data, requires_grad)
@@ -185,7 +185,7 @@ class NarrowWeight(StoredWeight):
         AOTAutograd (torch 2.13) casts a gradient to the dtype of its tensor and rejects the class
         of codes.
         """
-        return self.scaled or self.parameter.dtype.itemsize < self.weight_grad_dtype.itemsize
+        return self.has_scale or self.parameter.dtype.itemsize < self.weight_grad_dtype.itemsize
 
     def _prepare_gradient(self) -> None:
         """Lets a narrow Parameter have a wide gradient.
@@ -194,7 +194,7 @@ class NarrowWeight(StoredWeight):
         the dtype of the weight (torch 2.13, until AOTAutograd respects the dtype). There a receiver of
         the weight's shape, with one element in memory, takes the gradient and hands it over.
         """
-        if not self.held:
+        if not self.is_encoded:
             return
         weight = self.parameter
         # Detached here: if compiled code detaches it, the Parameter gets an empty gradient, and
@@ -205,7 +205,7 @@ class NarrowWeight(StoredWeight):
             return
         if weight.grad_dtype != self.weight_grad_dtype:
             weight.grad_dtype = self.weight_grad_dtype
-        if weight.dtype == self.weight_grad_dtype and not self.scaled:
+        if weight.dtype == self.weight_grad_dtype and not self.has_scale:
             return
         element = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device)
         receiver = element.expand(weight.shape).requires_grad_()
@@ -223,7 +223,7 @@ class NarrowWeight(StoredWeight):
         self._gradient_of_weight = receiver
 
     def _remember_grad_dtype(self) -> None:
-        if self.held and self.parameter.grad_dtype is not None:
+        if self.is_encoded and self.parameter.grad_dtype is not None:
             self.weight_grad_dtype = self.parameter.grad_dtype
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class NarrowWeight(StoredWeight):
         """Moves stored tensors between devices, but never casts them."""
         self._remember_grad_dtype()
         uncast = {id(buffer) for buffer in self._buffers.values()}
-        if self.held:
+        if self.is_encoded:
             uncast |= {id(self.parameter), id(self.parameter.grad)}
 
         def move(tensor: Tensor) -> Tensor:
@@ -258,28 +258,28 @@ class NarrowWeight(StoredWeight):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        with persistent(self, self.kept, in_stored_form()):
+        with persistent(self, self.state_buffers, in_stored_form()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.scaled and in_stored_form():
+        if self.has_scale and in_stored_form():
             destination[prefix + "weight"] = self.parameter if keep_vars else plain(self.parameter)
-        elif self.scaled:
-            destination[prefix + "weight"] = self.saved(plain(self.decoded_weight()))
+        elif self.has_scale:
+            destination[prefix + "weight"] = self.state_dict_entry(plain(self.decoded_weight()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         self._remember_grad_dtype()
-        with persistent(self, [name for name in self.kept if prefix + name in state_dict]):
+        with persistent(self, [name for name in self.state_buffers if prefix + name in state_dict]):
             super()._load_from_state_dict(state_dict, prefix, *rest)
         # load_state_dict(assign=True) replaces codes by an ordinary Parameter.
-        if self.scaled and type(self.parameter) is nn.Parameter:
+        if self.has_scale and type(self.parameter) is nn.Parameter:
             self._set_parameter(self.parameter.data, self.parameter.requires_grad)
         self._prepare_gradient()
 
 
-class HeldWeight(NarrowWeight):
-    """A layer of a library whose weight is in a codec, see `hold`."""
+class CodecLayer(NarrowWeight):
+    """A layer of a library whose weight is in a codec, see `store_in_codec`."""
 
-    kept = (SCALE_INV,)
-    held = True
+    state_buffers = (SCALE_INV,)
+    is_encoded = True
     codec: Codec
 
     @property
@@ -296,7 +296,7 @@ class HeldWeight(NarrowWeight):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         """Encodes a weight that is not in the codec yet."""
         weight = state_dict.get(prefix + "weight")
-        tensors = self.in_codec
+        tensors = self.codec_tensors
         has_scale = prefix + SCALE_INV in state_dict
         if (
             weight is not None
@@ -313,7 +313,7 @@ class HeldWeight(NarrowWeight):
         return _empty_layer, (type(self).__bases__[1],), self.__getstate__()
 
 
-def hold(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
+def store_in_codec(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
     """Stores the weight of a library's layer in a codec, in place.
 
     Args:
@@ -326,7 +326,7 @@ def hold(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
     assert isinstance(weight, nn.Parameter), "the layer is not converted twice"
     layer.register_buffer(SCALE_INV, None, persistent=False)
     layer.__class__ = type(_empty_layer(type(layer)))
-    assert isinstance(layer, HeldWeight)
+    assert isinstance(layer, CodecLayer)
     layer.codec = codec
     layer.read_as = dtype
     layer.weight_grad_dtype = weight.dtype
@@ -337,8 +337,8 @@ def hold(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
     layer._prepare_gradient()
 
 
-def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
-    """Undoes `hold`, in place. `weight` becomes the Parameter of the layer."""
+def remove_codec(layer: CodecLayer, weight: nn.Parameter) -> None:
+    """Undoes `store_in_codec`, in place. `weight` becomes the Parameter of the layer."""
     for name in ("codec", "read_as", "weight_grad_dtype", "_gradient_of_weight", "_detached"):
         vars(layer).pop(name, None)
     del layer._buffers[SCALE_INV]
@@ -348,11 +348,11 @@ def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
 
 
 @cache
-def _class_with_codec(base: type[nn.Module]) -> type[HeldWeight]:
-    return type(base.__name__, (HeldWeight, base), {})
+def _class_with_codec(base: type[nn.Module]) -> type[CodecLayer]:
+    return type(base.__name__, (CodecLayer, base), {})
 
 
-def _empty_layer(base: type[nn.Module]) -> HeldWeight:
+def _empty_layer(base: type[nn.Module]) -> CodecLayer:
     """Returns an empty layer of a subclass of `base`, for copies and unpickling."""
     cls = _class_with_codec(base)  # type: ignore[arg-type]  # mypy: Module has no hash of its class
     return cls.__new__(cls)
@@ -360,7 +360,7 @@ def _empty_layer(base: type[nn.Module]) -> HeldWeight:
 
 def operand(layer: nn.Module) -> Tensor:
     """Returns the weight [out, in] that a library's `layer` multiplies, decoded from a codec."""
-    if isinstance(layer, HeldWeight):
+    if isinstance(layer, CodecLayer):
         return layer.decoded_weight()
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight

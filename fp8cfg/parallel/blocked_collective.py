@@ -105,7 +105,7 @@ def _innermost_collective(frames: Iterator[FrameType]) -> Collective:
 def _collective_name(frame: FrameType) -> str | None:
     """Returns the collective that a frame runs, None if it runs none."""
     path, name = frame.f_code.co_filename, frame.f_code.co_name
-    # `waited` and `wait` of async_copies.py get the collective as an argument. A functional
+    # `run_collective` and `wait` of async_copies.py get the collective as an argument. A functional
     # collective has returned by then, so no frame has its name.
     if path == async_copies.__file__:
         return getattr(frame.f_locals.get("collective"), "__name__", None)

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics.async_copies import sent
+from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.parallel.pipeline import PipelineRank, p2p_timeouts, wait_for_p2p
 
 MAX_PENDING_SENDS = 2
@@ -158,7 +158,7 @@ class Pipeline:
         """
         if not isinstance(weights, Tensor):
             # torch splits only tensors into microbatches.
-            weights = sent(torch.tensor(weights, dtype=torch.float32), batch[0].device)
+            weights = copy_to_device(torch.tensor(weights, dtype=torch.float32), batch[0].device)
         losses = self._run(self._train_schedule.step, batch, weights)
         if self._sync is not None:
             self._sync.end()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from fp8cfg.numerics.async_copies import waited
+from fp8cfg.numerics.async_copies import run_collective
 from fp8cfg.numerics.token_shard import all_gather
 
 SEQUENCE = 1
@@ -164,7 +164,7 @@ class _GatherLastDim(torch.autograd.Function):
 
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:
     """Returns the sum over the ranks, a new tensor without a gradient."""
-    return waited(collectives.all_reduce, tensor.contiguous(), "sum", group=group)
+    return run_collective(collectives.all_reduce, tensor.contiguous(), "sum", group=group)
 
 
 def _all_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
@@ -175,4 +175,4 @@ def _all_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
 
 def _reduce_scatter(tensor: Tensor, dim: int, group: Any) -> Tensor:
     """Sums over the ranks and returns this rank's part along `dim`, without a gradient."""
-    return waited(_functional_reduce_scatter, tensor.contiguous(), "sum", dim, group=group)
+    return run_collective(_functional_reduce_scatter, tensor.contiguous(), "sum", dim, group=group)

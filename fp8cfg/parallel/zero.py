@@ -106,7 +106,7 @@ def attach_optimizer(
         ranks = []
         for parameter, name in optimizer.names.items():
             if parameter in encoded_weights:
-                tensors = [encoded_weights[parameter].in_codec]
+                tensors = [encoded_weights[parameter].codec_tensors]
             else:
                 tensors = _written_tensors(parameter, layers.get(parameter))
             entries += tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8cfg.checkpoint.saver import Diverged
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer
-from fp8cfg.numerics.async_copies import HostCopy, sent
+from fp8cfg.numerics.async_copies import HostCopy, copy_to_device
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.data_kinds import kind_at
@@ -124,7 +124,9 @@ class _StopRequests:
                 raise Stopped
             return
         previous = self._previous
-        request = sent(torch.tensor(float(self._stop()), dtype=torch.float32), self._device)
+        request = copy_to_device(
+            torch.tensor(float(self._stop()), dtype=torch.float32), self._device
+        )
         self._previous = HostCopy.of(self._world.largest(request))
         if previous is not None and previous.read() > 0:
             raise Stopped

@@ -284,7 +284,7 @@ def _range_used(layer: FP8Linear, role: int, amax: float) -> float | None:
 
     None if the tensor fits in any case: other scalings, and a first step, scale it by its own amax.
     """
-    is_stored = role == WEIGHT and layer.held
+    is_stored = role == WEIGHT and layer.is_encoded
     if layer.fp8_scale is None or is_stored or not _is_quantized(layer, role):
         return None
     scale = layer.fp8_scale[role].item()
@@ -338,7 +338,7 @@ def _numbered(name: str, number: int) -> str:
 def _parameter_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters of a module by name, decoded if they are stored in FP8 or a codec."""
     for name, parameter in module.named_parameters(recurse=False):
-        if isinstance(module, NarrowWeight) and name == "weight" and module.held:
+        if isinstance(module, NarrowWeight) and name == "weight" and module.is_encoded:
             yield name, module.float32_weight()
         elif isinstance(parameter, GatheredWeight):
             yield name, parameter.weight_storage(parameter.codec).values(torch.float32)

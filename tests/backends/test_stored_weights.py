@@ -12,7 +12,7 @@ from torch import nn
 import fp8cfg
 from fp8cfg.backends import stored_weights
 from fp8cfg.numerics.codecs import CODECS, get_codec
-from fp8cfg.numerics.weight_storage import HeldWeight, hold
+from fp8cfg.numerics.weight_storage import CodecLayer, store_in_codec
 from tests.support.small import small, steps
 
 TORCHAO = (
@@ -28,11 +28,11 @@ def test_a_layer_of_another_library_reads_decoded_values(name: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(8, 4)
     plain = copy.deepcopy(linear)
-    hold(linear, get_codec(name), torch.float32)
+    store_in_codec(linear, get_codec(name), torch.float32)
     linear.set_weight_grad_dtype(torch.float32)
     want = get_codec(name).decode(get_codec(name).encode(plain.weight.detach()))
     assert (
-        isinstance(linear, HeldWeight)
+        isinstance(linear, CodecLayer)
         and type(linear).__name__ == "Linear"
         and torch.equal(linear.weight, want)
     )
@@ -52,7 +52,7 @@ def test_its_state_reads_back_and_plain_weights_are_encoded() -> None:
     held, other = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
     plain = copy.deepcopy(other)
     for layer in (held, other):
-        hold(layer, get_codec("fp16_scaled"), torch.float32)
+        store_in_codec(layer, get_codec("fp16_scaled"), torch.float32)
     held.load_state_dict(other.state_dict())
     assert torch.equal(held.weight, other.weight)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_torchao_multiplies_weights_that_are_held_in_fp16(level: str) -> None:
 def held_linear() -> nn.Linear:
     torch.manual_seed(0)
     linear = nn.Linear(8, 4, bias=False)
-    hold(linear, get_codec("fp16_scaled"), torch.float32)
+    store_in_codec(linear, get_codec("fp16_scaled"), torch.float32)
     return linear
 
 
@@ -110,14 +110,14 @@ COPIES = {
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_and_a_cast_keep_the_bits_and_the_dtype_of_the_gradient(how: str) -> None:
     linear = held_linear()
-    want, stored = linear.weight.detach(), linear.in_codec
+    want, stored = linear.weight.detach(), linear.codec_tensors
     other = COPIES[how](linear)
     assert (
         type(other) is type(linear)
-        and isinstance(other, HeldWeight)
+        and isinstance(other, CodecLayer)
         and torch.equal(other.weight, want)
     )
-    assert [t.dtype for t in other.in_codec] == [t.dtype for t in stored] and (
+    assert [t.dtype for t in other.codec_tensors] == [t.dtype for t in stored] and (
         other.parameter is linear.parameter
     ) == (how == "cast")
     other(torch.full((1, 8), 1e-9)).sum().backward()
@@ -137,7 +137,7 @@ def test_compiled_code_does_not_round_the_gradient_to_the_dtype_of_the_weight() 
 def test_a_weight_that_needs_no_codec_stays_tied_and_what_was_held_comes_back() -> None:
     embedding, linear = nn.Embedding(4, 8), nn.Linear(8, 4, bias=False)
     linear.weight = embedding.weight
-    hold(linear, get_codec("fp32"), torch.bfloat16)
+    store_in_codec(linear, get_codec("fp32"), torch.bfloat16)
     assert linear.parameter is embedding.weight and linear.weight.dtype == torch.bfloat16
     model = nn.Sequential(embedding, linear, held_linear())
     names, want = list(nn.Linear(8, 4).__dict__), model[2].weight.detach()
@@ -204,7 +204,8 @@ def test_a_model_under_a_level_comes_back_decoded(backend: str, tied: bool) -> N
     job = fp8cfg.build(small(*words))
     list(steps(job, 1))
     want = {
-        p: layer.codec.decode(layer.in_codec) for p, layer in stored_weights.held(job.model).items()
+        p: layer.codec.decode(layer.codec_tensors)
+        for p, layer in stored_weights.held(job.model).items()
     }
     held = {name: want[p] for name, p in job.model.named_parameters() if p in want}
     model = fp8cfg.convert_back(job.model)

@@ -76,7 +76,7 @@ def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
     )
     list(steps(job, 1))
     layer = job.model.layers[0].mlp.linear_fc1
-    want, stored = layer.codec.decode(layer.in_codec), layer.parameter
+    want, stored = layer.codec.decode(layer.codec_tensors), layer.parameter
     model = fp8cfg.convert_back(job.model)
     assert (
         torch.equal(model.layers[0].mlp.linear_fc1.weight, want) and stored.dtype == torch.float16

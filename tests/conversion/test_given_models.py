@@ -188,7 +188,7 @@ def test_after_a_level_weights_come_back_decoded(backend: str, words: tuple[str,
         for name, layer in model.named_modules()
         if getattr(layer, "codec", None) and name != "lm_head"
     }
-    want = {name: layer.codec.decode(layer.in_codec) for name, layer in layers.items()}
+    want = {name: layer.codec.decode(layer.codec_tensors) for name, layer in layers.items()}
     frozen = {name: p.requires_grad for name, p in model.named_parameters()}
     assert len(want) >= 8 and fp8cfg.convert_back(model) is model
     wide = model.embedding.weight.dtype

@@ -67,7 +67,7 @@ def test_a_jobs_weights_load_strictly_into_the_plain_model_and_back(case: str) -
     held = [
         name
         for name, layer in job.model.named_modules()
-        if isinstance(layer, NarrowWeight) and layer.scaled
+        if isinstance(layer, NarrowWeight) and layer.has_scale
     ]
     assert bool(held) == (case != "wide") and all(
         weights[f"{name}.weight"].dtype == torch.bfloat16 for name in held

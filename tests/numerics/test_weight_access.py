@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fp8_weights import Codes, plain
-from fp8cfg.numerics.weight_storage import hold
+from fp8cfg.numerics.weight_storage import store_in_codec
 
 REFUSED = r"this weight is quantized.*fp8cfg\.averaged\(job\).*fp8cfg\.convert_back\(model\)"
 
@@ -26,7 +26,7 @@ def layer(kind: str) -> Any:
     torch.manual_seed(0)
     linear = nn.Linear(32, 48, bias=False)
     if kind == "library":
-        hold(linear, get_codec("fp16_scaled"), torch.bfloat16)
+        store_in_codec(linear, get_codec("fp16_scaled"), torch.bfloat16)
         return linear
     made = FP8Linear.from_linear(
         linear,
@@ -36,7 +36,7 @@ def layer(kind: str) -> Any:
         read_as=torch.bfloat16,
     )
     if kind == "codec":
-        made.hold(get_codec("fp8"), torch.bfloat16)
+        made.store_in_codec(get_codec("fp8"), torch.bfloat16)
     return made
 
 

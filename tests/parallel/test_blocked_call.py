@@ -55,7 +55,7 @@ def test_collective_that_an_error_comes_from(
     t = torch.ones(2)
     work = SimpleNamespace(wait=wait_tensor)
     for where, name in {
-        lambda: async_copies.waited(all_reduce, t, group=world.group_name): "all_reduce",
+        lambda: async_copies.run_collective(all_reduce, t, group=world.group_name): "all_reduce",
         lambda: wait_for_p2p([work], world): "batch_isend_irecv",  # type: ignore[list-item]
         lambda: async_copies.wait(work, dist.all_to_all_single, None): "all_to_all_single",  # type: ignore[arg-type]
         Rank().gathers: "a collective",

@@ -86,7 +86,7 @@ def test_weight_decay_is_in_the_moments_of_adam_and_not_of_adamw(name: str, move
     job = fp8cfg.build(small(*words("O2, delayed"), f"optim.name={name}", "optim.weight_decay=1"))
     for p in job.model.parameters():
         p.grad = torch.zeros(p.shape)
-    weight = job.model.layers[0].mlp.linear_fc1.in_codec
+    weight = job.model.layers[0].mlp.linear_fc1.codec_tensors
     before = get_codec("fp16_scaled").decode(weight)
     with job.autocast(enabled=False):  # a step without a pass in FP8, on purpose
         assert job.optimizer.step() and not torch.equal(

@@ -103,7 +103,7 @@ class WatchedLinear(StoredWeight):
         destination[f"{prefix}weight"] = (
             self.weight.value.detach()
             if stored
-            else self.saved(self.weight.float().to(self.read_as))
+            else self.state_dict_entry(self.weight.float().to(self.read_as))
         )
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

@@ -172,7 +172,7 @@ def plain(layer: nn.Module) -> nn.Linear | None:
     if not isinstance(layer, FP8Linear):
         return None
     # The stored codes are not usable without their scale, so the weight is a new Parameter.
-    if layer.held:
+    if layer.is_encoded:
         weight = layer.dequantized_weight(torch.float32)
         return linear_with(
             nn.Parameter(weight, requires_grad=layer.parameter.requires_grad), layer.bias

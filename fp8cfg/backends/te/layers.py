@@ -144,7 +144,7 @@ class TELinear(StoredWeight):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not in_stored_form():
             if self.fp8_params:
-                destination[prefix + "weight"] = self.saved(
+                destination[prefix + "weight"] = self.state_dict_entry(
                     self.dequantized_weight(self.weight.dtype).detach()
                 )
             return

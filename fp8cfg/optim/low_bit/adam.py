@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.async_copies import sent
+from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.numerics.codecs import EncodedTensor
 from fp8cfg.numerics.formats import StridedStart, random_key
 from fp8cfg.optim.loss_scale import LossScaler
@@ -227,8 +227,10 @@ class LowBitOptimizer(NamedOptimizer):
         values = hyper(group, self.decoupled, step, group["lr"])
         # A deferred step has its factor on the device. Otherwise all ten numbers are sent together.
         if not isinstance(self.grad_factor, Tensor):
-            return sent(torch.tensor([*values, self.grad_factor], dtype=torch.float32), device)
-        hyperparameters = sent(torch.tensor(values, dtype=torch.float32), device)
+            return copy_to_device(
+                torch.tensor([*values, self.grad_factor], dtype=torch.float32), device
+            )
+        hyperparameters = copy_to_device(torch.tensor(values, dtype=torch.float32), device)
         return torch.cat([hyperparameters, self.grad_factor.float().view(1)])
 
     @torch.no_grad()
@@ -329,7 +331,7 @@ class LowBitOptimizer(NamedOptimizer):
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
         """Returns a random key for the purpose `what` in the current step."""
-        return sent(
+        return copy_to_device(
             random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device
         )
 
@@ -339,7 +341,9 @@ class LowBitOptimizer(NamedOptimizer):
         The device derives the keys of single steps from it.
         """
         if p not in self._step_keys or self._step_keys[p].device != p.device:
-            self._step_keys[p] = sent(random_key(self.seed, self.names[p], "step"), p.device)
+            self._step_keys[p] = copy_to_device(
+                random_key(self.seed, self.names[p], "step"), p.device
+            )
         return self._step_keys[p]
 
 
