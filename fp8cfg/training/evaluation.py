@@ -20,7 +20,7 @@ from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hub import BYTES, chosen_tokenizer
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
-from fp8cfg.training.step import NoTargets, on_device, pipeline, targets_here
+from fp8cfg.training.step import NoTargets, copy_to_device, count_local_targets, pipeline_schedule
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
@@ -139,8 +139,8 @@ def _evaluate_batch(
     columns = [torch.split(tensor, job.recipe.trainer.micro_batch_size) for tensor in batch]
     for tensors in zip(*columns, strict=True):
         requests.check()
-        loss = job.model(*on_device(tensors, job.device))
-        yield loss, float(targets_here(job, tensors[1]))
+        loss = job.model(*copy_to_device(tensors, job.device))
+        yield loss, float(count_local_targets(job, tensors[1]))
 
 
 def _evaluate_in_stages(
@@ -148,11 +148,11 @@ def _evaluate_in_stages(
 ) -> Iterator[tuple[Tensor, float]]:
     """Yields the same as `_evaluate_batch` for a pipeline, on its last stage only."""
     requests.check()
-    losses = pipeline(job, world).evaluate(on_device(batch, job.device))
+    losses = pipeline_schedule(job, world).evaluate(copy_to_device(batch, job.device))
     targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
     # Not strict: other stages have no losses.
     for loss, targets_of_loss in zip(losses, targets, strict=False):
-        yield loss, float(targets_here(job, targets_of_loss))
+        yield loss, float(count_local_targets(job, targets_of_loss))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from fp8cfg.planning.zero_memory import reduction_bytes
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.tables import size, table
-from fp8cfg.training.step import count_microbatches, pipeline
+from fp8cfg.training.step import count_microbatches, pipeline_schedule
 
 
 class LiveBytes(TorchDispatchMode):
@@ -174,7 +174,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
             prepare_microbatch(job.model, job.prepared.shard, last)
         with job.autocast():
             if stages is not None:
-                pipeline(job, world).train(batch, [1.0] * count)
+                pipeline_schedule(job, world).train(batch, [1.0] * count)
                 return
             loss = job.model(*batch)
             passed.append(live.now if live else 0)

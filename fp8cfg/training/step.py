@@ -5,10 +5,10 @@
         forward         loss = mean over the targets of the microbatch
         backward        loss * loss_scale / num_shares
     sum gradients       over data-parallel ranks; FSDP2 has done so during backward
+    sum the loss        over data-parallel ranks
     set lr              from the number of steps completed so far
     optimizer.step()    unscale -> norm -> skip if it is not finite -> clip -> Adam
                         -> FP8 scales -> weights
-    sum the loss        over data-parallel ranks
 
 `train_step` only launches this work. On a GPU the host reads the metrics of step k after it has
 launched step k + 1 (`PendingStep.wait`). So neither waits for the other:
@@ -136,7 +136,8 @@ class PendingStep:
         """
         values = self.copy.read()
         metrics = dict(zip(self.sizes, values.split(list(self.sizes.values())), strict=True))
-        grad_norm, stepped = self.grad_norm, self.stepped
+        grad_norm = self.grad_norm
+        stepped = self.stepped
         if self.deferred is not None:
             grad_norm = metrics["grad_norm"].item()
             # The device has decided already. This updates the loss scale and the step counts.
@@ -195,47 +196,48 @@ def train_step(
 
     with dropping_gradients_on_error(job):
         optimizer.zero_grad()
+
+        # Forward and backward. Gradients add up over the microbatches.
         weighted_loss = torch.zeros((), dtype=torch.float32, device=job.device)
         with quantized_weight_cache(job, num_microbatches):
-            losses: Iterable[tuple[Tensor, float | Tensor]]
-            if job.prepared.pipeline is not None:
-                losses = run_pipeline(job, microbatches, world)
-            else:
-                losses = run_microbatches(job, microbatches, num_microbatches, world)
-            for microbatch_loss, loss_weight in losses:
-                weighted_loss += microbatch_loss * loss_weight
+            for microbatch_loss, weight in run_passes(job, microbatches, num_microbatches, world):
+                weighted_loss += microbatch_loss * weight
 
-        # A sum over the ranks, not a mean: each loss was divided by its share of the whole step.
+        # Reduce. A sum over the ranks, not a mean: each loss was divided by its share of the step.
         sum_gradients(job.prepared, optimizer, world)
-        job.summed = True
+        job.summed = True  # otherwise optimizer.step() warns
+        loss = sum_losses(job, batches, weighted_loss, world)
 
         # `optimizer.steps` excludes skipped steps, so these do not advance the schedule, as in
         # Megatron's training.py.
         lr = job.schedule.apply(optimizer, optimizer.steps)
 
-        # The order inside optimizer.step():
-        #   unscale    divides the gradients by the loss scale
-        #   check      computes their norm over all ranks; the step is skipped if not finite
-        #   clip       to trainer.gradient_clip_val
-        #   update     of the fp32 master weights; with opt_level, of the low-precision state
-        #   scales     reduces the amaxes of this step over the ranks, then sets the FP8 scales
-        #   weights    quantizes FP8 weights with the new scales; ZeRO broadcasts them
-        # `largest_loss` asks for the loss before the step. Otherwise the step is launched first.
-        loss: Tensor | None = None
         rejected = False
         if largest_loss is not None:
-            loss = sum_losses(job, batches, weighted_loss, world)
-            rejected = is_bad_loss(job, loss.item(), largest_loss)
-        stepped = False
+            rejected = is_bad_loss(job, loss.item(), largest_loss)  # the host waits for the loss
         if rejected:
             skip_update(job)
+            stepped = False
         else:
+            # Our optimizers do everything from here on inside step(), so that it also happens in a
+            # custom loop or under Accelerate:
+            #   unscale    divides the gradients by the loss scale
+            #   check      computes their norm over all ranks; the step is skipped if not finite
+            #   clip       to trainer.gradient_clip_val
+            #   update     of the fp32 master weights; with opt_level, of the low-precision state
+            #   scales     on_step hook: reduces the amaxes of this step over the ranks, then sets
+            #              the FP8 scales; on_skip hook: drops the amaxes of a skipped step
+            #   weights    quantizes FP8 weights with the new scales
+            #   ZeRO       on_written hook: broadcasts the weights
+            # building/optimizer.py sets these hooks.
             stepped = optimizer.step()
-        if loss is None:
-            loss = sum_losses(job, batches, weighted_loss, world)
 
     metrics = {"loss": loss}
-    deferred = None if rejected else optimizer.deferred
+    deferred: DeferredSteps | None = None
+    grad_norm = math.nan
+    if not rejected:
+        deferred = optimizer.deferred
+        grad_norm = optimizer.grad_norm
     if deferred is not None:
         metrics["grad_norm"] = deferred.norm
         if num_targets is not None:
@@ -250,7 +252,7 @@ def train_step(
         sizes={name: tensor.numel() for name, tensor in metrics.items()},
         copy=HostCopy.of(torch.cat(flat)),
         deferred=deferred,
-        grad_norm=math.nan if rejected else optimizer.grad_norm,
+        grad_norm=grad_norm,
         stepped=stepped,
         sent_bytes=sum(world.traffic.bytes.values()),
         sent=str(world.traffic),
@@ -272,13 +274,13 @@ def sum_losses(job: Job, batches: Batches, weighted_loss: Tensor, world: World) 
 def is_bad_loss(job: Job, loss: float, largest_loss: float) -> bool:
     """Whether a step with this loss is skipped."""
     if not math.isfinite(loss):
-        # A loss scale finds it in the gradients, and becomes lower.
+        # With a loss scale the optimizer finds this in the gradients, and lowers the scale.
         return job.loss_scaler is None
     return loss > largest_loss
 
 
 def skip_update(job: Job) -> None:
-    """Drops the gradients and FP8 amaxes of a step, without a call of the optimizer."""
+    """Drops the gradients and FP8 amaxes of a step, instead of optimizer.step()."""
     for hook in job.optimizer.on_skip:
         hook()
     job.optimizer.zero_grad()
@@ -302,8 +304,9 @@ def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
     microbatches, _ = load_microbatches(job, batches, step, world)
     job.optimizer.zero_grad()
     if job.prepared.pipeline is None:
+        first_microbatch = next(iter(microbatches))
         with quantized_weight_cache(job, 1):
-            return forward_backward(job, next(iter(microbatches)), world, is_last=True)
+            return forward_backward(job, first_microbatch, world, is_last=True)
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     with quantized_weight_cache(job, count_microbatches(job, world)):
         for loss, _ in run_pipeline(job, microbatches, world):
@@ -318,19 +321,19 @@ def extra_pass(job: Job) -> Iterator[None]:
     Afterwards all buffers are as before, such as FP8 amaxes, and there are no gradients. The random
     state is the caller's concern.
     """
-    buffers = {
-        name: buffer.clone()
-        for name, buffer in job.model.named_buffers()
-        if name.rpartition(".")[2] not in WEIGHT_BUFFERS  # large, and a pass only reads them
-    }
+    copies = {}
+    for name, buffer in job.model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if leaf not in WEIGHT_BUFFERS:  # large, and a pass only reads them
+            copies[name] = buffer.clone()
     try:
         with pause_overflow_counts():
             yield
     finally:
         job.optimizer.zero_grad()
         with torch.no_grad():
-            for name, before in buffers.items():
-                job.model.get_buffer(name).copy_(before)
+            for name, copy in copies.items():
+                job.model.get_buffer(name).copy_(copy)
         for layer in fp8_linears(job.model):
             if layer.fsdp_shard is not None:
                 # Forces the next pass to quantize the shard again and to record its amax.
@@ -354,6 +357,15 @@ def dropping_gradients_on_error(job: Job) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------
 # Forward and backward passes
+
+
+def run_passes(
+    job: Job, microbatches: Iterable[Microbatch], num_microbatches: int, world: World
+) -> Iterable[tuple[Tensor, float | Tensor]]:
+    """Runs the forward and backward passes of a step. Yields the losses and their weights."""
+    if job.prepared.pipeline is not None:
+        return run_pipeline(job, microbatches, world)
+    return run_microbatches(job, microbatches, num_microbatches, world)
 
 
 def run_microbatches(
@@ -403,10 +415,11 @@ def run_pipeline(
     """
     microbatches = list(microbatches)
     columns = zip(*(microbatch.tensors for microbatch in microbatches), strict=True)
-    batch = on_device(tuple(torch.cat(column) for column in columns), job.device)
-    factors = loss_factors(job.loss_scaler, [each.num_shares for each in microbatches])
+    batch = copy_to_device(tuple(torch.cat(column) for column in columns), job.device)
+    num_shares = [microbatch.num_shares for microbatch in microbatches]
+    factors = loss_factors(job.loss_scaler, num_shares)
     with job.autocast():
-        losses = pipeline(job, world).train(batch, factors)
+        losses = pipeline_schedule(job, world).train(batch, factors)
     for microbatch in microbatches:
         count_traffic(job, len(microbatch.tensors[0]), world)
     weights = [microbatch.loss_weight for microbatch in microbatches]
@@ -414,8 +427,8 @@ def run_pipeline(
     return list(zip(losses, weights, strict=False))
 
 
-def pipeline(job: Job, world: World) -> Pipeline:
-    """Returns the pipeline schedule of a job. It is built at the first call."""
+def pipeline_schedule(job: Job, world: World) -> Pipeline:
+    """Returns the pipeline schedule of a job. The first call builds it."""
     rank: PipelineRank = job.prepared.pipeline
     if rank.schedule is None:
         from fp8cfg.parallel.pipeline_schedule import Pipeline  # here: it takes time to load
@@ -425,10 +438,9 @@ def pipeline(job: Job, world: World) -> Pipeline:
             from fp8cfg.parallel.fsdp import FSDPStageSync
 
             # With interleaved schedules a rank has several chunks of layers.
-            chunks = [
-                [job.model.get_submodule(f"layers.{number}") for number in chunk]
-                for chunk in rank.chunks
-            ]
+            chunks = []
+            for numbers in rank.chunks:
+                chunks.append([job.model.get_submodule(f"layers.{i}") for i in numbers])
             sync = FSDPStageSync(job.model, job.prepared.shard, chunks)
         rank.schedule = Pipeline(
             job.model,  # type: ignore[arg-type]
@@ -456,7 +468,7 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
     Raises:
         ConfigError: A custom model does not take (tokens, targets), or does not return a loss.
     """
-    batch = on_device(tensors, job.device)
+    batch = copy_to_device(tensors, job.device)
     problem = ""
     # The signature is checked first, so that a TypeError inside the model is not mistaken for it.
     if job.foreign:
@@ -533,10 +545,12 @@ def count_microbatches(job: Job, world: World) -> int:
     samples_per_pass = trainer.micro_batch_size * num_data_ranks
     if trainer.global_batch_size % samples_per_pass:
         multiple = max(1, round(trainer.global_batch_size / samples_per_pass))
-        kind = "" if num_data_ranks == world.size else "data-parallel "
+        kind = "ranks"
+        if num_data_ranks < world.size:
+            kind = "data-parallel ranks"
         raise ConfigError(
             f"trainer.global_batch_size={trainer.global_batch_size}: not a multiple of"
-            f" trainer.micro_batch_size x {num_data_ranks} {kind}ranks = {samples_per_pass};"
+            f" trainer.micro_batch_size x {num_data_ranks} {kind} = {samples_per_pass};"
             f" nearest is {multiple * samples_per_pass}"
         )
     return trainer.global_batch_size // samples_per_pass
@@ -578,39 +592,43 @@ def load_microbatches(
         return batches.batch(step, share, num_data_ranks, index, num_microbatches)
 
     if not batches.samples.masked:
-        # All microbatches count equally. `train_step` divides the sum of losses once, at the end.
+        # All microbatches count equally. `sum_losses` divides the sum of losses once.
         equal_shares = num_microbatches * num_shares
         indices = range(num_microbatches)
         return (Microbatch(load(index), equal_shares, 1.0) for index in indices), None
 
     loaded = [load(index) for index in range(num_microbatches)]
-    targets = [targets_here(job, tensors[1]) for tensors in loaded]
+    targets = [count_local_targets(job, tensors[1]) for tensors in loaded]
     targets_of_rank = float(sum(targets))
     if world.size == 1:
         if not targets_of_rank:
             refuse_without_targets(job.recipe.data.name, step + 1)
         microbatches = []
         for tensors, count in zip(loaded, targets, strict=True):
-            parts = targets_of_rank / count if count else math.inf
-            microbatches.append(Microbatch(tensors, parts, 1 / parts))
+            share_count = math.inf  # a microbatch without targets has the weight 0
+            if count:
+                share_count = targets_of_rank / count
+            microbatches.append(Microbatch(tensors, share_count, 1 / share_count))
         return microbatches, None
 
     # The sum stays on the device: with a Python number the host would wait for all ranks.
     total = torch.full((), targets_of_rank, dtype=torch.float64, device=job.device)
     total = world.sum(total) * num_shares / world.size
-    runs_ahead = job.optimizer.deferred is not None and can_run_ahead(job)
-    if job.optimizer.deferred is not None and runs_ahead:
-        job.optimizer.deferred.skip_without_targets(total)
+    total_on_device = None
+    deferred = job.optimizer.deferred
+    if deferred is not None and can_run_ahead(job):
+        deferred.skip_without_targets(total)
+        total_on_device = total
     elif not total:
         refuse_without_targets(job.recipe.data.name, step + 1)
     microbatches = []
     for tensors, count in zip(loaded, targets, strict=True):
         share_count = total / count
         microbatches.append(Microbatch(tensors, share_count, (1 / share_count).float()))
-    return microbatches, total if runs_ahead else None
+    return microbatches, total_on_device
 
 
-def targets_here(job: Job, targets: Tensor) -> int:
+def count_local_targets(job: Job, targets: Tensor) -> int:
     """Returns the number of targets with a loss on this rank.
 
     Args:
@@ -633,7 +651,7 @@ def refuse_without_targets(data: str, step: int) -> None:
     raise NoTargets(f"data={data}: no token of step {step} has a loss")
 
 
-def on_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+def copy_to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Copies host tensors to `device` without blocking. Later launches see the copies."""
     if device.type != "cuda":
         return tuple(tensor.to(device) for tensor in tensors)

@@ -384,7 +384,7 @@ def _on_rank(world: World) -> dict[str, Any]:
 
 def _masked(world: World, *words: str) -> Any:
     """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
-    lines, targets = [], training_step.targets_here
+    lines, targets = [], training_step.count_local_targets
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loop.RunLogs,
@@ -394,7 +394,7 @@ def _masked(world: World, *words: str) -> Any:
         job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
         patch.setattr(
             training_step,
-            "targets_here",
+            "count_local_targets",
             lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given),
         )
         with pytest.raises(ConfigError) as end:
