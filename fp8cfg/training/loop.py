@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,7 +99,9 @@ class Result:
         A row has "step", and "val_loss" if the step was followed by an evaluation. Also has the
         steps before a resume. Empty on ranks without the run folder.
         """
-        return read_history(RunFiles.at(self.folder)) if self.folder else []
+        if self.folder is None:
+            return []
+        return read_history(RunFiles.at(self.folder))
 
 
 Loaded = tuple[Tensors, dict[str, Any]]
@@ -144,11 +146,14 @@ def train(
         ConfigError: Data or batches do not fit the recipe.
         CheckpointError: The last checkpoint could not be written.
     """
-    first_step = start_from[1]["step"] if start_from else 0
+    first_step = 0
+    if start_from is not None:
+        _, state = start_from
+        first_step = state["step"]
     world = world or current()
-    # The loggers end last, so they get the final state of the run.
     log = job.recipe.log
     loggers = RunLoggers(job, run, world.size, messages.of_run(say, log.level, log.progress))
+    # The loggers end last, so they get the final state of the run.
     with loggers, RunStatus(run, first_step) as status:
         try:
             training = _Training(job, run, world, say, callbacks, data, status, loggers)
@@ -157,7 +162,10 @@ def train(
             # Some errors appear only when data are read, such as a token outside the vocabulary.
             raise ConfigError(f"data={job.recipe.data.name}: {error}") from None
         except OSError as error:
-            path = run.path if run else job.recipe.data.path
+            # Without a run folder, only the data are files.
+            path = job.recipe.data.path
+            if run is not None:
+                path = str(run.path)
             raise RunFolderNotWritable(f"{path}: {error}") from None
 
 
@@ -186,45 +194,46 @@ class _Training:
         self.say = messages.of_run(say, log.level, log.progress)
         if not world.first:
             self.say = _say_nothing
-        # A `say` of the caller and a configured logger get lines. They may not write to the terminal.
+        # Another `say` or a configured logger may write elsewhere than to the terminal.
         self.can_draw = say in (messages.say, print) and not messages.is_logged()
-        self.callbacks = callbacks if world.first else ()
-        self.batches, self.validation_samples = data or run_data(job.recipe)
+        self.callbacks: Sequence[Callback] = ()
+        if world.first:
+            self.callbacks = callbacks
+        if data is None:
+            data = run_data(job.recipe)
+        self.batches, self.validation_samples = data
         if self.batches.remark:
             self.say(labeled("data", self.batches.remark.removeprefix("data: ")))
         check_layout(self.recipe, world.size, job.foreign)
-        # Transformer Engine then quantizes each weight once per step, not in each microbatch.
         if count_microbatches(job, world) > 1:
+            # Transformer Engine then quantizes each weight once per step, not in each microbatch.
             registry.backend(job.choice.backend).cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
             # Reports missing validation data before the first step.
             validation_batches(self.recipe, self.validation_samples, world)
         self.val_loss: float | None = None
-        self.num_reported_rows = 0
+        self.num_reported_rows = 0  # skipped rows of a stream, as printed last
         self.saver = Saver(job, run, world, self.batches, self.say, self._call_saved)
-        self.pending: deque[PendingStep] = deque()
-        self.requested = Request.NONE
-        self.buffers: Buffers = []
+        self.pending: deque[PendingStep] = deque()  # launched steps, oldest first
+        self.requested = Request.NONE  # maximum over the ranks and the finished steps
+        self.buffers: Buffers = []  # model buffers from before the step, if it may be dropped
         self.must_rewind = False
 
     def train(self, start_from: Loaded | None) -> Result:
         """Loads the checkpoint, compiles the model and runs all steps."""
-        first_step = self._load(start_from)
-        state = start_from[1] if start_from else None
+        state: dict[str, Any] | None = None
+        if start_from is not None:
+            _, state = start_from
+        refuse_unlike(state, self.world)
+        first_step = self._load_or_seed(start_from)
         if first_step < self.max_steps:
             compile_as_chosen(self.job, state, self.batches, first_step, self.world, self.say)
         # After the build and torch.compile: the timeout must cover their process groups, too.
         self.world.apply_timeout("start", first_step + 1)
 
         with ExitStack() as stack:
-            self._open(first_step, stack)
-            # The run may have been stopped after this step, before its evaluation.
-            if (
-                first_step
-                and self._evaluates_after(first_step)
-                and self.world.any(not self.logs.evaluated(first_step))
-            ):
-                self._evaluate(first_step)
+            self._open_run(first_step, stack)
+            self._evaluate_if_missing(first_step)
             if first_step >= self.max_steps:
                 return self._return_trained(first_step)
             self.saver.check_room()
@@ -234,7 +243,7 @@ class _Training:
                     f" {self._resume_advice()}"
                 )
             if self.world.first:
-                progress = Progress(self.recipe, self.say, self.can_draw, self._peak())
+                progress = Progress(self.recipe, self.say, self.can_draw, self._peak_speed())
                 self.report.progress = stack.enter_context(progress)
             stack.enter_context(self.saver)
             if self.job.optimizer.can_defer:
@@ -242,8 +251,8 @@ class _Training:
                 # for the gradient norm.
                 optimizer: Any = self.job.optimizer
                 stack.enter_context(DeferredSteps(optimizer))
+            step = first_step
             try:
-                step = first_step
                 while step < self.max_steps:
                     step = self._take_step(step)
             except Exception as error:
@@ -263,7 +272,7 @@ class _Training:
         """Launches a step, counted from 0. Then evaluates, saves or stops if due.
 
         Returns:
-            The next step.
+            The next step. After a rewind that is an earlier one.
         """
         num_done = step + 1
         self.look_ahead.read(step)
@@ -274,6 +283,7 @@ class _Training:
             if self.must_rewind:
                 return self._rewind(num_done)
 
+        # Evaluations and saves take longer than steps, so they have the longer timeout.
         self.world.apply_timeout("start", num_done)
         # At 1, 2, 4, 8, ... rows, so that a broken shard does not flood the log.
         self._report_skipped_rows(at_least=max(1, self.num_reported_rows))
@@ -293,29 +303,32 @@ class _Training:
         self.last_step.begin(step)
         if self.bad_steps.reads_each_loss:
             self.buffers = capture_buffers(self.job)
-        self.logs.statistics(self.batches, step, self.world)
+        self.logs.write_statistics(self.batches, step, self.world)
         with self.profiler.step(num_done):
             self._launch_step(step)
-        # The first step is compared with the plan before the second one is launched.
         must_finish = (
             not self.runs_ahead
-            or not self.report.is_proved
+            or not self.report.is_proved  # the first step is compared with the plan at once
             or self._evaluates_after(num_done)
             or self._saves_after(num_done)
             or self.profiler.must_finish(num_done)
         )
-        self._finish_steps(max_pending=0 if must_finish else 1)
+        if must_finish:
+            self._finish_steps(max_pending=0)
+        else:
+            # Read step k - 1 while step k runs.
+            self._finish_steps(max_pending=1)
         self.profiler.finish(num_done)
         self.memory_snapshots.finish(num_done)
 
     def _launch_step(self, step: int) -> None:
         """Launches a step without waiting for its metrics."""
         self.world.traffic.clear()
-        # A step behind a pending one begins when that ends: `_finish_steps` sets this time.
         if not self.pending:
+            # Otherwise this step begins when the pending one ends: `_finish_steps` sets the time.
             self.step_began = time.perf_counter()
         try:
-            launched = train_step(
+            pending_step = train_step(
                 self.job,
                 self.batches,
                 step,
@@ -327,7 +340,7 @@ class _Training:
             # The earlier steps are good and must be reported before the error.
             self._finish_steps(max_pending=0, is_failing=True)
             raise
-        self.pending.append(launched)
+        self.pending.append(pending_step)
 
     def _finish_steps(self, max_pending: int, is_failing: bool = False) -> None:
         """Waits for launched steps until `max_pending` are left, and reports them in order.
@@ -338,30 +351,35 @@ class _Training:
         """
         while len(self.pending) > max_pending:
             result = self.pending.popleft().wait()
-            now = time.perf_counter()
-            seconds = now - self.step_began
-            self.step_began = now  # of the next step, already on the device
+            end_time = time.perf_counter()
+            seconds = end_time - self.step_began
+            self.step_began = end_time  # of the next step, already on the device
             self.last_step.record(result.step)
             self.status.step = result.step
             if "request" in result.metrics:
                 request = Request(round(result.metrics["request"].item()))
                 self.requested = max(self.requested, request)
             if not result.stepped and self.job.loss_scaler is None:
-                # The device skips all steps behind a skipped one, and the run stops. Unless it
-                # stops, no step runs ahead.
+                # The device skips all steps behind a skipped one, and the run stops. If it does not
+                # stop (trainer.on_bad_step), no step runs ahead and this list is empty.
                 self.pending.clear()
-            # A skipped step updates no scales, so it has no overflow to report.
-            overflow = self.overflow.read(result.metrics) if result.stepped else None
-            bad = self.bad_steps.check(result)
-            self.report.add(result, overflow, seconds, bad.policy if bad else None)
-            if bad:
-                self._handle_bad_step(bad, result.stepped, is_failing)
+            overflow = None
+            if result.stepped:
+                # A skipped step updates no scales, so it has no overflow to report.
+                overflow = self.overflow.read(result.metrics)
+            bad_step = self.bad_steps.check(result)
+            policy = None
+            if bad_step is not None:
+                policy = bad_step.policy
+            self.report.add(result, overflow, seconds, policy)
+            if bad_step is not None:
+                self._handle_bad_step(bad_step, result.stepped, is_failing)
 
     def _collect_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Collects overflow and this rank's request on the device. See `CollectMetrics`."""
-        return self.overflow.collect(loss, request=float(self._request()))
+        return self.overflow.collect(loss, request=float(self._local_request()))
 
-    def _request(self) -> Request:
+    def _local_request(self) -> Request:
         """Returns what this rank requests now."""
         if self.look_ahead.problem or self._has_signal():
             return Request.STOP
@@ -375,18 +393,20 @@ class _Training:
         With several ranks, the requests arrive with the metrics of finished steps. So all ranks act
         after the same step.
         """
-        request = self._request() if self.world.size == 1 else self.requested
+        request = self.requested
+        if self.world.size == 1:
+            request = self._local_request()
         if request == Request.NONE:
             return
         self._finish_steps(max_pending=0)
         self.requested = Request.NONE
         self.world.apply_timeout("start", num_done)
         if request == Request.STOP:
-            self._interrupt(num_done)
+            self._save_and_interrupt(num_done)
         self._save(num_done)
         self.world.apply_timeout("step", num_done + 1)
 
-    def _interrupt(self, num_done: int) -> None:
+    def _save_and_interrupt(self, num_done: int) -> NoReturn:
         """Saves step `num_done` and raises the reason to stop: Interrupted or DataError."""
         self.saver.save(num_done, self.bad_steps.num_skipped > 0, last=True)
         # Ranks exchange their data errors, so that all raise the same one.
@@ -416,7 +436,9 @@ class _Training:
         count = samples.skipped_rows
         if count - self.num_reported_rows >= at_least:
             self.num_reported_rows = count
-            rows = "1 row" if count == 1 else f"{count} rows"
+            rows = f"{count} rows"
+            if count == 1:
+                rows = "1 row"
             self.say(f"data: {rows} of the stream skipped so far, the last: {samples.last_skipped}")
 
     # --------------------------------------------------------------------------------------------
@@ -434,16 +456,11 @@ class _Training:
             Diverged: The run stops.
         """
         if not is_failing:
-            self.world.apply_timeout("start", bad.step)
-            rng = self.last_step.random_state(bad.step - 1)
-            weights = "after the step" if stepped else "before the step"
-            file = report_fault(
-                bad, self.job, self.batches, self.world, rng, weights, self.run, self.say
-            )
-            if file:
-                self.loggers.save(file)
+            self._report_fault(bad, stepped)
         if bad.policy == "stop" or is_failing:
-            skipped = "" if stepped else ", and the step was skipped"
+            skipped = ", and the step was skipped"
+            if stepped:
+                skipped = ""
             raise Diverged(f"step {bad.step}: {bad.problem}{skipped}; {after_divergence(self.run)}")
         # As if the batch were not there: the next step draws the same random numbers.
         job_state.restore_rng(*self.last_step.random_state(bad.step - 1))
@@ -453,8 +470,21 @@ class _Training:
         self.must_rewind = bad.policy == "rewind"
         self.say(f"step {bad.step} is skipped (trainer.on_bad_step={bad.policy})")
 
+    def _report_fault(self, bad: BadStep, stepped: bool) -> None:
+        """Runs the batch of a bad step again, and reports the first bad tensor."""
+        self.world.apply_timeout("start", bad.step)
+        rng = self.last_step.random_state(bad.step - 1)
+        weights = "before the step"
+        if stepped:
+            weights = "after the step"
+        file = report_fault(
+            bad, self.job, self.batches, self.world, rng, weights, self.run, self.say
+        )
+        if file:
+            self.loggers.save(file)
+
     def _pass_over(self, num_done: int) -> None:
-        """Passes over a step that was bad before, without running it."""
+        """Skips a step that was bad when the run trained it before, without running it."""
         self._finish_steps(max_pending=0)
         self.report.pass_over(self.bad_steps.skipped[num_done])
         self.last_step.restart(num_done)
@@ -493,6 +523,14 @@ class _Training:
             return False
         return num_done == self.max_steps or num_done % interval == 0
 
+    def _evaluate_if_missing(self, num_done: int) -> None:
+        """Evaluates if the run was stopped after step `num_done`, but before its evaluation."""
+        if num_done == 0 or not self._evaluates_after(num_done):
+            return
+        # The first rank has metrics.jsonl and decides for all.
+        if self.world.any(not self.logs.has_val_loss(num_done)):
+            self._evaluate(num_done)
+
     def _evaluate(self, num_done: int) -> None:
         """Evaluates after step `num_done`, and reports the validation loss."""
         samples = self.validation_samples
@@ -501,7 +539,7 @@ class _Training:
         try:
             loss = evaluate(self.job, batches, self.world, self._has_signal, is_masked)
         except Stopped:
-            self._interrupt(num_done)
+            self._save_and_interrupt(num_done)
         self.val_loss = loss
         self.logs.write(num_done, {"val_loss": loss})
         if self.report.progress:
@@ -510,7 +548,7 @@ class _Training:
         for callback in self.callbacks:
             callback.evaluation(num_done, loss)
 
-    def _peak(self) -> Peak | None:
+    def _peak_speed(self) -> Peak | None:
         """Returns the peak speed of the ranks. None for a custom model or an unknown GPU."""
         if self.job.foreign or self.job.device.type != "cuda":
             return None
@@ -519,18 +557,18 @@ class _Training:
 
     def _saves_after(self, num_done: int) -> bool:
         """Whether step `num_done` is saved. The last step always is."""
-        interval = self.recipe.checkpoint.every_n_steps
         if num_done == self.max_steps:
             return True
-        return bool(interval) and num_done % interval == 0
+        interval = self.recipe.checkpoint.every_n_steps
+        return interval > 0 and num_done % interval == 0
 
     def _save(self, num_done: int) -> None:
         """Saves step `num_done`, in the background if checkpoint.async_save is true."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         is_last = num_done == self.max_steps
         self.saver.save(num_done, self.bad_steps.num_skipped > 0, is_last)
         if self.recipe.checkpoint.async_save:
-            self.logs.write(num_done, {"save_seconds": time.perf_counter() - began})
+            self.logs.write(num_done, {"save_seconds": time.perf_counter() - start_time})
 
     def _call_saved(self, num_done: int, folder: Path) -> None:
         for callback in self.callbacks:
@@ -539,9 +577,8 @@ class _Training:
     # --------------------------------------------------------------------------------------------
     # Begin and end
 
-    def _load(self, start_from: Loaded | None) -> int:
+    def _load_or_seed(self, start_from: Loaded | None) -> int:
         """Loads the checkpoint, or seeds a new run. Returns the number of steps done."""
-        refuse_unlike(start_from[1] if start_from else None, self.world)
         if start_from is None:
             # The user has seeded a custom model already.
             if not self.job.foreign:
@@ -568,7 +605,9 @@ class _Training:
         lr = self.job.schedule.lr_at(steps)
         if old_lr == lr or num_done >= self.max_steps:
             return
-        ratio = f" ({lr / old_lr:.3g} times as high)" if old_lr else ""
+        ratio = ""
+        if old_lr:
+            ratio = f" ({lr / old_lr:.3g} times as high)"
         self.say(
             wrapped(
                 f"note: the learning rate of step {num_done + 1} is {lr:.3g}{ratio}, because"
@@ -577,7 +616,7 @@ class _Training:
             )
         )
 
-    def _open(self, first_step: int, stack: ExitStack) -> None:
+    def _open_run(self, first_step: int, stack: ExitStack) -> None:
         """Opens logs and reports, and installs the signal handlers. `stack` closes them."""
         job, world = self.job, self.world
         self.logs = stack.enter_context(RunLogs(job, self.run, first_step, self.loggers))
@@ -591,37 +630,39 @@ class _Training:
         self._report_gaps()
         self.report = StepReport(job, self.run, world, self.say, self.callbacks, self.logs)
         self.overflow = OverflowCollector(job, world)
-        # A callback may read the job after its step, so the next step must not be launched before.
-        self.runs_ahead = can_run_ahead(job) and not world.any(bool(self.callbacks))
         self.bad_steps = BadSteps(job, self.run, world, first_step, self.say)
-        if self.bad_steps.reads_each_loss:
-            self.runs_ahead = False
-        # If steps run ahead, a request to stop is read one step later. So data are checked earlier.
-        num_ahead = 2 if self.runs_ahead else 1
-        self.look_ahead = LookAhead(job, self.batches, world, first_step, num_ahead)
+        # Whether a step may be launched before the host has read the metrics of the one before.
+        # Callbacks, on the first rank, may read the job after their step.
+        has_callbacks = world.any(bool(self.callbacks))
+        self.runs_ahead = (
+            can_run_ahead(job) and not has_callbacks and not self.bad_steps.reads_each_loss
+        )
+        num_batches_ahead = 1
+        if self.runs_ahead:
+            num_batches_ahead = 2  # a request to stop is read one step later
+        self.look_ahead = LookAhead(job, self.batches, world, first_step, num_batches_ahead)
         self.last_step = LastStep(job, self.saver, world, first_step, self.say)
         self.signals: StopSignals | None = None
         # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
-            agree = world.any if world.size > 1 else None
-            self.signals = stack.enter_context(StopSignals(agree))
+            self.signals = stack.enter_context(StopSignals(world.any))
 
     def _report_gaps(self) -> None:
         """Prints a note about finished steps without lines in metrics.jsonl."""
         # A new run from another run's checkpoint never had lines for these steps.
         if self.run and manifest.list_steps(self.run.files.folder(CHECKPOINTS)):
-            gaps = self.logs.holes()
-            if gaps:
-                self.say(gaps)
+            note = self.logs.gap_note()
+            if note:
+                self.say(note)
 
     def _return_trained(self, num_done: int) -> Result:
         """Returns the result if no step is left to do."""
         self.say(
             f"nothing left to do: {num_done} steps of trainer.max_steps={self.max_steps} are done"
         )
-        self._check_divergence(
-            num_done, self.logs.found(num_done, "loss"), self.logs.found(num_done, "val_loss")
-        )
+        loss = self.logs.value_of_step(num_done, "loss")
+        val_loss = self.logs.value_of_step(num_done, "val_loss")
+        self._check_divergence(num_done, loss, val_loss)
         return Result(num_done, None, self.val_loss)
 
     def _check_divergence(self, num_done: int, loss: Value, val_loss: Value) -> None:
@@ -635,14 +676,12 @@ class _Training:
                 raise Diverged(f"all {num_done} steps were bad and skipped (trainer.on_bad_step)")
             raise Diverged(
                 f"all {num_done} steps were skipped because gradients overflowed; raise"
-                " trainer.max_steps"
-                " or lower precision.initial_loss_scale"
+                " trainer.max_steps or lower precision.initial_loss_scale"
             )
-        problems = [
-            f"the {name} is {value}"
-            for name, value in (("training loss", loss), ("validation loss", val_loss))
-            if isinstance(value, float) and not math.isfinite(value)
-        ]
+        problems = []
+        for name, value in (("training loss", loss), ("validation loss", val_loss)):
+            if isinstance(value, float) and not math.isfinite(value):
+                problems.append(f"the {name} is {value}")
         if not problems:
             return
         skips = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,6 +25,9 @@ from fp8cfg.training.step import count_microbatches
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+
+SHOWN_GAPS = 4
+"""Number of gaps in metrics.jsonl that a note lists."""
 
 
 class MetricsLog:
@@ -50,33 +53,42 @@ class MetricsLog:
             StrangeFile: The file is not a regular file.
             ValueError: A line is not a JSON object with a step.
         """
-        path = folder.path / name
-        self._at = folder, name
+        self._folder = folder
+        self._name = name
         self.last: dict[str, tuple[int, Value]] = {}
         """Step and value of the last copied line of each metric, if `done` is given."""
-        self.holes: list[tuple[int, int]] = []
+        self.gaps: list[tuple[int, int]] = []
         """First and last step of each gap in the copied lines, up to step `done`."""
-        coming = 1  # the next step without a line
-        self._waiting = bytearray()
+        self._unwritten = bytearray()
         with ExitStack() as stack:
-            there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
-            with folder.replacing(name) as new:
-                for number, line in enumerate(complete_lines(there), 1):
-                    if done is not None:
-                        values = parse(f"{path}:{number}", line)
-                        if values["step"] > done:
-                            continue
-                        if values["step"] > coming:
-                            self.holes.append((coming, values["step"] - 1))
-                        coming = max(coming, values["step"] + 1)
-                        self.last |= {
-                            name: (values["step"], value) for name, value in values.items()
-                        }
-                    write_all(new, line)
-                # `replacing` closes `new` after the rename. The duplicate stays open.
-                self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115
-        if done is not None and coming <= done:
-            self.holes.append((coming, done))
+            old_lines: Iterable[bytes] = ()
+            if folder.kind(name):
+                old_lines = complete_lines(stack.enter_context(folder.open(name)))
+            if done is not None:
+                old_lines = self._check_lines(old_lines, done)
+            with folder.replacing(name) as new_file:
+                for line in old_lines:
+                    write_all(new_file, line)
+                # `replacing` closes `new_file` after the rename. The duplicate stays open.
+                self._file = open(os.dup(new_file.fileno()), "ab", buffering=0)  # noqa: SIM115
+
+    def _check_lines(self, lines: Iterable[bytes], done: int) -> Iterator[bytes]:
+        """Yields the lines of steps up to `done`. Fills `last` and `gaps`."""
+        path = self._folder.path / self._name
+        next_step = 1  # without a line so far
+        for number, line in enumerate(lines, 1):
+            values = parse(f"{path}:{number}", line)
+            step = values["step"]
+            if step > done:
+                continue
+            if step > next_step:
+                self.gaps.append((next_step, step - 1))
+            next_step = max(next_step, step + 1)
+            for metric, value in values.items():
+                self.last[metric] = (step, value)
+            yield line
+        if next_step <= done:
+            self.gaps.append((next_step, done))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends one line.
@@ -89,11 +101,11 @@ class MetricsLog:
             TypeError: JSON cannot represent a value, such as a tensor.
             OSError: Writing failed for another reason than a full disk.
         """
-        line = json.dumps(
-            {"step": step} | {k: writable(v) for k, v in values.items() if k != "step"},
-            allow_nan=False,
-        )
-        self._waiting += line.encode() + b"\n"
+        fields: dict[str, Value] = {"step": step}
+        for name, value in values.items():
+            if name != "step":
+                fields[name] = writable(value)
+        self._unwritten += json.dumps(fields, allow_nan=False).encode() + b"\n"
         try:
             self._flush()
         except OSError as error:
@@ -106,8 +118,8 @@ class MetricsLog:
             if not self._file.closed:
                 self._flush()
         except OSError as error:
-            folder, name = self._at
-            raise OSError(error.errno, error.strerror, str(folder.path / name)) from None
+            path = self._folder.path / self._name
+            raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             self._file.close()
 
@@ -123,8 +135,10 @@ class MetricsLog:
                 raise
 
     def _flush(self) -> None:
-        while self._waiting:
-            del self._waiting[: self._file.write(self._waiting)]
+        # A full disk can take a part of the bytes. The rest stays for the next call.
+        while self._unwritten:
+            num_written = self._file.write(self._unwritten)
+            del self._unwritten[:num_written]
 
 
 class RunLogs:
@@ -133,7 +147,7 @@ class RunLogs:
     A context manager.
 
     Only the first rank has a run folder and writes. Other ranks make the same calls, because
-    `statistics` runs collectives.
+    `write_statistics` runs collectives.
     """
 
     def __init__(self, job: Job, run: RunFolder | None, done: int, loggers: RunLoggers) -> None:
@@ -159,22 +173,22 @@ class RunLogs:
         if run or job.prepared.fsdp2:
             self._statistics_interval = job.recipe.log.fp8_stats_every_n_steps
         # If a later log cannot be opened, the stack closes the earlier ones.
-        with ExitStack() as opened:
+        with ExitStack() as logs:
             if run:
-                self._open(run, done, opened)
-            self._opened = opened.pop_all()
+                self._open_logs(run, done, logs)
+            self._logs = logs.pop_all()
 
-    def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
+    def _open_logs(self, run: RunFolder, done: int, logs: ExitStack) -> None:
         interval = self._statistics_interval
         if interval and not any(fp8_linears(self.job.model)):
             raise ConfigError(
                 f"log.fp8_stats_every_n_steps={interval}: backend={self.job.choice.backend} has"
                 " no FP8 statistics; set backend=native or remove it"
             )
-        self._metrics = _open_log(run.files, METRICS, done, opened)
+        self._metrics = _open_log(run.files, METRICS, done, logs)
         # An existing log is opened even without an interval, to drop its later lines.
         if interval or run.files.kind(FP8_STATS):
-            self._statistics = _open_log(run.files, FP8_STATS, done, opened)
+            self._statistics = _open_log(run.files, FP8_STATS, done, logs)
 
     def rewind(self, run: RunFolder | None, done: int) -> None:
         """Drops the lines of steps after `done`: the run writes these steps again."""
@@ -182,9 +196,9 @@ class RunLogs:
             if log:
                 log.close()
         if self._metrics and run:
-            self._metrics = _open_log(run.files, METRICS, done, self._opened)
+            self._metrics = _open_log(run.files, METRICS, done, self._logs)
         if self._statistics and run:
-            self._statistics = _open_log(run.files, FP8_STATS, done, self._opened)
+            self._statistics = _open_log(run.files, FP8_STATS, done, self._logs)
 
     def write(self, done: int, values: dict[str, Value]) -> None:
         """Writes metrics of optimizer step `done`, counted from 1."""
@@ -192,31 +206,38 @@ class RunLogs:
             self._metrics.write(done, values)
         self.loggers.write(done, values)
 
-    def holes(self) -> str:
+    def gap_note(self) -> str:
         """Returns a note about finished steps without a line in metrics.jsonl, or ""."""
-        if not self._metrics or not self._metrics.holes:
+        if not self._metrics or not self._metrics.gaps:
             return ""
         gaps = []
-        for first, last in self._metrics.holes:
-            gaps.append(f"{first} to {last}" if first < last else str(first))
-        more = f" and {len(gaps) - 4} more gaps" if len(gaps) > 4 else ""
+        for first, last in self._metrics.gaps:
+            gaps.append(str(first) if first == last else f"{first} to {last}")
+        text = ", ".join(gaps[:SHOWN_GAPS])
+        if len(gaps) > SHOWN_GAPS:
+            text += f" and {len(gaps) - SHOWN_GAPS} more gaps"
         return (
-            f"note: {METRICS} has no lines for steps {', '.join(gaps[:4])}{more}; a crash of the"
+            f"note: {METRICS} has no lines for steps {text}; a crash of the"
             " machine or an edit lost them, but training continues from the checkpoint as usual"
         )
 
-    def evaluated(self, done: int) -> bool:
-        """Whether metrics.jsonl had a validation loss of step `done` when it was opened."""
-        return self._metrics is None or self.found(done, "val_loss") is not None
+    def has_val_loss(self, done: int) -> bool:
+        """Whether metrics.jsonl had a validation loss of step `done` when it was opened.
 
-    def found(self, done: int, name: str) -> Value:
+        True on ranks without the file, so that they agree with the rank that has it.
+        """
+        return self._metrics is None or self.value_of_step(done, "val_loss") is not None
+
+    def value_of_step(self, done: int, name: str) -> Value:
         """Returns the value that metrics.jsonl had for step `done` when it was opened, or None."""
         if self._metrics is None:
             return None
         step, value = self._metrics.last.get(name, (0, None))
-        return value if step == done else None
+        if step != done:
+            return None
+        return value
 
-    def statistics(self, batches: Batches, step: int, world: World) -> None:
+    def write_statistics(self, batches: Batches, step: int, world: World) -> None:
         """Writes FP8 statistics of the first microbatch of a step, if the step is due.
 
         Runs an extra eager forward and backward pass. It changes no FP8 state. All ranks call it.
@@ -232,9 +253,9 @@ class RunLogs:
         num_microbatches = count_microbatches(job, world)
         batch = batches.batch(step, world.rank, world.size, 0, num_microbatches)
         num_shares: float = num_microbatches * world.size
-        # Masked microbatches have different numbers of targets. Their loss gets the weight that it
-        # has in the step, so gradients have the same size as in training.
         if batches.samples.masked:
+            # Masked microbatches have different numbers of targets. Their loss gets the weight that
+            # it has in the step, so gradients have the same size as in training.
             num_targets = batches.target_count(step)
             if not num_targets:
                 return  # the training step reports this error
@@ -269,12 +290,12 @@ class RunLogs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._opened.__exit__(kind, error, trace)
+        self._logs.__exit__(kind, error, trace)
 
 
-def _open_log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:
-    """Opens a log that `opened` closes. Raises ConfigError if it is damaged."""
+def _open_log(files: RunFiles, name: str, done: int, logs: ExitStack) -> MetricsLog:
+    """Opens a log that `logs` closes. Raises ConfigError if it is damaged."""
     try:
-        return opened.enter_context(MetricsLog(files, name, done))
+        return logs.enter_context(MetricsLog(files, name, done))
     except ValueError as error:
         raise ConfigError(str(error)) from None

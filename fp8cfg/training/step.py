@@ -605,10 +605,10 @@ def load_microbatches(
             refuse_without_targets(job.recipe.data.name, step + 1)
         microbatches = []
         for tensors, count in zip(loaded, targets, strict=True):
-            share_count = math.inf  # a microbatch without targets has the weight 0
+            inverse_weight = math.inf  # a microbatch without targets has the weight 0
             if count:
-                share_count = targets_of_rank / count
-            microbatches.append(Microbatch(tensors, share_count, 1 / share_count))
+                inverse_weight = targets_of_rank / count
+            microbatches.append(Microbatch(tensors, inverse_weight, 1 / inverse_weight))
         return microbatches, None
 
     # The sum stays on the device: with a Python number the host would wait for all ranks.

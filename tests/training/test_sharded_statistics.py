@@ -52,7 +52,7 @@ def run(world: World, folder: Path, every: int, shard: str, *words: str) -> dict
     made = RunFolder.create(folder, "run", datetime.now(UTC), "") if world.first else None
     with RunLogs(job, made, 0, RunLoggers(job, made, world.size, print)) as logs:
         for step in range(3):
-            logs.statistics(batches, step, world)
+            logs.write_statistics(batches, step, world)
             losses.append(train_step(job, batches, step, world).wait().loss)
     lines = (
         [json.loads(line) for line in made.fp8_stats.read_text().splitlines()]
