@@ -15,7 +15,7 @@ import command
 import torch
 
 from fp8cfg.schema.tables import size, table
-from fp8cfg.training.memory_measurement import BOUNDS, measure
+from fp8cfg.training.memory_measurement import BOUNDS, measure_memory
 
 SIZES = {
     "tiny": ["recipe=llama_tiny"],
@@ -70,7 +70,7 @@ def main() -> int:
     }
     missed = []
     for (name, words), recipe in zip(wanted.items(), command.recipes(wanted.values()), strict=True):
-        found = measure(recipe)
+        found = measure_memory(recipe)
         rows = [
             [
                 kind,

@@ -72,7 +72,7 @@ def train(words: list[str]) -> Run:
     from fp8cfg.training.compile import compiles
     from fp8cfg.training.data import run_data, validation_batches
     from fp8cfg.training.evaluation import evaluate
-    from fp8cfg.training.memory_measurement import by_kind
+    from fp8cfg.training.memory_measurement import tensors_by_kind
     from fp8cfg.training.step import train_step
 
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def train(words: list[str]) -> Run:
         if step == 0:
             job.prove()
     val_loss = evaluate(job, validation_batches(recipe, held_out, world), world)
-    each = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors) / sum(
+    each = sum(t.nbytes for tensors in tensors_by_kind(job).values() for t in tensors) / sum(
         p.numel() for p in job.model.parameters()
     )
     return {

@@ -24,7 +24,7 @@ from fp8cfg.planning import remarks
 from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.schema.tables import table
 from fp8cfg.training.data import run_data
-from fp8cfg.training.memory_measurement import by_kind
+from fp8cfg.training.memory_measurement import tensors_by_kind
 from fp8cfg.training.step import train_step
 
 SMALL = [
@@ -75,7 +75,10 @@ def measured(words: list[str], world: World) -> dict[str, float]:
     for step in range(2):
         train_step(job, batches, step, world)
     count = sum(p.numel() for p in job.model.parameters())
-    return {kind: sum(t.nbytes for t in tensors) / count for kind, tensors in by_kind(job).items()}
+    return {
+        kind: sum(t.nbytes for t in tensors) / count
+        for kind, tensors in tensors_by_kind(job).items()
+    }
 
 
 def words_of(ranks: int, words: list[str]) -> dict[str, list[str]]:

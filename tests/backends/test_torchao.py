@@ -192,11 +192,11 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     from fp8cfg.checkpoint import job_state
     from fp8cfg.planning.layout import rank_part
     from fp8cfg.planning.peak_memory import count_parameters
-    from fp8cfg.training.memory_measurement import by_kind
+    from fp8cfg.training.memory_measurement import tensors_by_kind
 
     job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
     counts = count_parameters(job.recipe, rank_part(job.recipe))
-    held = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors if t.dim())
+    held = sum(t.nbytes for tensors in tensors_by_kind(job).values() for t in tensors if t.dim())
     assert (
         held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8
     )

@@ -22,7 +22,7 @@ from fp8cfg.planning.layout import layout_violations
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import train
-from fp8cfg.training.memory_measurement import BOUNDS, measure
+from fp8cfg.training.memory_measurement import BOUNDS, measure_memory
 from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 
@@ -188,7 +188,7 @@ def test_attention_before_the_first_adapter_has_no_backward_pass() -> None:
 
 @pytest.mark.parametrize("row", ["bf16", "held in fp8", "blocks", "low-bit moments"])
 def test_planned_bytes_are_the_measured_ones(row: str) -> None:
-    found = measure(small(*LORA, *ROWS[row], "model.num_layers=3"))
+    found = measure_memory(small(*LORA, *ROWS[row], "model.num_layers=3"))
     off = {
         kind: found[kind]
         for kind, bound in BOUNDS.items()

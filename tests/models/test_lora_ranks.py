@@ -110,7 +110,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             for words in MEASURED
         }
         found["memory"] = {
-            words: memory_measurement.measure(recipe) for words, recipe in recipes.items()
+            words: memory_measurement.measure_memory(recipe) for words, recipe in recipes.items()
         }
     owners = {
         shard: run(

@@ -175,7 +175,7 @@ def more_on_two(folder: Path, world: World) -> dict[str, Any]:
     found["to data"] = resumed(FP8, 1, world, folder / "two")
     os.environ["WORLD_SIZE"] = "2"
     found["memory"] = {
-        words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED
+        words: memory_measurement.measure_memory(job_of(words, 2, 2).recipe) for words in MEASURED
     }
     return found
 

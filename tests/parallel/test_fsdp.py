@@ -132,8 +132,8 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         kept = {
             kind: nbytes(tensors)
             for kind, tensors in (
-                *memory_measurement.stored(job).items(),
-                ("gradients", memory_measurement.gradients(job)),
+                *memory_measurement.persistent_tensors(job).items(),
+                ("gradients", memory_measurement.gradient_tensors(job)),
             )
         }
         whole = (

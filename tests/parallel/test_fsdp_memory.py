@@ -34,7 +34,7 @@ from tests.support.small import small
     ],
 )
 def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
-    found = memory_measurement.measure(
+    found = memory_measurement.measure_memory(
         fp8cfg.compose(
             [
                 "recipe=llama_tiny",

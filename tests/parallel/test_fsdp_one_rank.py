@@ -73,8 +73,8 @@ def test_one_rank_alone_has_a_group_of_its_own() -> None:
     )
     assert (
         dist.get_world_size() == 1
-        and not memory_measurement.stored(job)["masters"]
-        and memory_measurement.stored(whole)["masters"]
+        and not memory_measurement.persistent_tensors(job)["masters"]
+        and memory_measurement.persistent_tensors(whole)["masters"]
     )
     assert [loss for loss, _ in run(job, World(), 0, 3)] == [
         loss for loss, _ in run(whole, World(), 0, 3)

@@ -165,7 +165,7 @@ def on_two(world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
     found: dict[str, Any] = {name: trained(name, world) for name in SLOW}
     found["memory"] = {
-        words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED
+        words: memory_measurement.measure_memory(job_of(words, 2, 2).recipe) for words in MEASURED
     }
     return found
 

@@ -312,7 +312,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         found[f"{name} from one"] = rank_runs.trained(job, world, rank_runs.SAVED)
     found["state dict"], found["summary"] = refusal(job), str(job)
     found["memory"] = {
-        words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED
+        words: memory_measurement.measure_memory(job_of(words, 2, 2).recipe) for words in MEASURED
     }
     found["sent"] = {words: sent(words, world) for words in TRAFFIC}
     return found

@@ -8,7 +8,7 @@ import fp8cfg
 from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.peak_memory import memory_table, part_linears, persistent_memory, plan_memory
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
+from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure_memory
 from tests.support.small import small
 
 PRECISIONS = [
@@ -55,7 +55,9 @@ SELECTIVE = (
 )
 def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> None:
     words = f"precision={precision}".split()
-    found = measure(small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}"))
+    found = measure_memory(
+        small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}")
+    )
     off = {
         kind: found[kind]
         for kind, bound in BOUNDS.items()
@@ -75,7 +77,8 @@ def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> 
 )
 def test_a_transpose_that_is_kept_takes_what_is_planned(words: str) -> None:
     plain, kept = (
-        measure(tiny(*words.split(), f"fp8.keep_transpose_cache={on}")) for on in ("false", "true")
+        measure_memory(tiny(*words.split(), f"fp8.keep_transpose_cache={on}"))
+        for on in ("false", "true")
     )
     for kind in ("after forward", "peak"):
         planned, here = (kept[kind][i] - plain[kind][i] for i in (0, 1))
@@ -94,7 +97,7 @@ def test_a_transpose_that_is_kept_takes_what_is_planned(words: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp8 fp8.output_layer=true"])
 def test_the_loss_has_float32_logits_of_a_chunk_alone(precision: str) -> None:
     recipe = small(*f"precision={precision}".split(), "model.vocab_size=40000")
-    found, logits = measure(recipe), 8 * 32 * 40000
+    found, logits = measure_memory(recipe), 8 * 32 * 40000
     for kind in ("after forward", "peak"):
         assert found[kind][0] == pytest.approx(found[kind][1], rel=0.03), kind
     if precision == "bf16":
@@ -112,7 +115,7 @@ def test_the_loss_has_float32_logits_of_a_chunk_alone(precision: str) -> None:
     ],
 )
 def test_a_mask_is_kept_once_for_all_layers(words: str) -> None:
-    found = measure(
+    found = measure_memory(
         fp8cfg.compose(
             [
                 *words.split(),
@@ -146,7 +149,7 @@ def test_torchao_keeps_inputs_and_no_quantized_weights(words: str, recompute: st
         "backend=torchao",
         f"model.recompute_granularity={recompute}",
     )
-    found = measure(recipe)
+    found = measure_memory(recipe)
     assert found["after forward"][0] == pytest.approx(found["after forward"][1], rel=0.05)
     assert found["peak"][0] == pytest.approx(found["peak"][1], rel=0.1)
     assert "FP8 copies" not in memory_table(recipe, "cpu")
@@ -156,7 +159,7 @@ def test_torchao_keeps_inputs_and_no_quantized_weights(words: str, recompute: st
     "words", ["precision=bf16_fp8 fp8.params=false", "precision=bf16_fp8_current fp8.params=false"]
 )
 def test_a_repeated_forward_pass_quantizes_weights_beside_activations(words: str) -> None:
-    plan, here = measure(tiny(*words.split(), "model.recompute_granularity=full"))["peak"]
+    plan, here = measure_memory(tiny(*words.split(), "model.recompute_granularity=full"))["peak"]
     assert plan == pytest.approx(here, rel=0.03)
 
 
@@ -171,7 +174,9 @@ def test_a_repeated_forward_pass_quantizes_weights_beside_activations(words: str
 )
 def test_what_rounding_and_scales_take_is_planned(words: str) -> None:
     """Of few tokens, where a matrix that is rounded, or a product that is scaled, is the peak."""
-    plan, here = measure(tiny(*words.split(), "model.num_layers=2", "model.seq_length=128"))["peak"]
+    plan, here = measure_memory(tiny(*words.split(), "model.num_layers=2", "model.seq_length=128"))[
+        "peak"
+    ]
     assert plan == pytest.approx(here, rel=0.01)
 
 
@@ -194,7 +199,7 @@ def test_gradients_of_one_microbatch_come_as_activations_go(words: str) -> None:
         )
         for n in (2, 4)
     )
-    plan, here = measure(one)["peak"]
+    plan, here = measure_memory(one)["peak"]
     assert plan == pytest.approx(here, rel=0.02)
     single, accumulated = plan_memory(one, "cpu"), plan_memory(several, "cpu")
     assert single["to come"] < -0.2 * single["gradients"] and "to come" not in accumulated
@@ -223,7 +228,7 @@ def test_selective_recomputation_keeps_what_was_planned(recipe: str) -> None:
         "model.num_layers=4",
     )
     plain, found = (
-        measure(
+        measure_memory(
             fp8cfg.compose(
                 [w for word in words for w in word.split()] + [f"model.recompute_granularity={g}"]
             )

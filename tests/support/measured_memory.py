@@ -10,7 +10,7 @@ from fp8cfg.training import memory_measurement
 def measured(recipe: Recipe, world: World, bound: float) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` by kind; where a rank's plan is below its peak by more than the share `bound` of this, or below what
     is there after a forward pass by half of that, the least of up to three measures. All ranks call it."""
-    times = [memory_measurement.measure(recipe)]
+    times = [memory_measurement.measure_memory(recipe)]
     while len(times) < 3 and world.any(
         any(
             over_plan(*times[-1][kind], share)
@@ -18,7 +18,7 @@ def measured(recipe: Recipe, world: World, bound: float) -> dict[str, tuple[int,
             if kind in times[-1]
         )
     ):
-        times.append(memory_measurement.measure(recipe))
+        times.append(memory_measurement.measure_memory(recipe))
     return {
         kind: (planned, min(one[kind][1] for one in times))
         for kind, (planned, _) in times[0].items()

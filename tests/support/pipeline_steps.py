@@ -109,4 +109,7 @@ def sharded(words: str, world: World) -> dict[str, Any]:
     train_step(job, run_data(job.recipe)[0], 0, world)
     SENT.clear()
     train_step(job, run_data(job.recipe)[0], 1, world)
-    return {"messages": dict(SENT.messages), "memory": memory_measurement.measure(job.recipe)}
+    return {
+        "messages": dict(SENT.messages),
+        "memory": memory_measurement.measure_memory(job.recipe),
+    }

@@ -75,7 +75,7 @@ def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
 
 def measured(ranks: int, words: str) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of llama_tiny, two layers of it, on so many ranks."""
-    return memory_measurement.measure(
+    return memory_measurement.measure_memory(
         fp8cfg.compose(
             [
                 "recipe=llama_tiny",

@@ -44,7 +44,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 def end(job: Job) -> dict[str, Any]:
     """What this rank has, and its bytes by kind, of weights without scales of whole tensors."""
-    held = memory_measurement.by_kind(job)
+    held = memory_measurement.tensors_by_kind(job)
     kinds = {
         kind: sum(t.nbytes for t in tensors if t.dim() or kind != "weights")
         for kind, tensors in held.items()

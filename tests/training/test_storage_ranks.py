@@ -111,9 +111,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             kept = [
                 sum(t.nbytes for t in held if t.dim())
                 for held in (
-                    memory_measurement.stored(job)["masters"]
-                    + memory_measurement.stored(job)["moments"],
-                    memory_measurement.gradients(job),
+                    memory_measurement.persistent_tensors(job)["masters"]
+                    + memory_measurement.persistent_tensors(job)["moments"],
+                    memory_measurement.gradient_tensors(job),
                 )
             ]
             found[f"{row} {shard}"] = {

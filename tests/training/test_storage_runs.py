@@ -53,7 +53,10 @@ def test_a_row_trains_beside_float32(row: str) -> None:
 def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
     """Of weights, masters, gradients and moments, each as the columns of its parameters say; without scales of whole tensors."""
     job, _ = trained(row)
-    held = {**memory_measurement.stored(job), "gradients": memory_measurement.gradients(job)}
+    held = {
+        **memory_measurement.persistent_tensors(job),
+        "gradients": memory_measurement.gradient_tensors(job),
+    }
     shapes = {name: p.numel() for name, p in job.model.named_parameters()}
     for kind, names in (
         ("weights", ["weight"]),
