@@ -42,6 +42,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.linear_operands import cached_weights
 from fp8cfg.optim.low_bit.adam import LowBitTraining
+from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.gradient_sync import stored_grads, sum_gradients
 from fp8cfg.parallel.process_group import current
 from fp8cfg.parallel.sharding import ranks
@@ -175,7 +176,7 @@ class _MeasuredStep:
         tensors["gradients"] = gradient_tensors(job)
         measured = {}
         for kind, tensors_of_kind in tensors.items():
-            measured[kind] = sum(_local(tensor).nbytes for tensor in tensors_of_kind)
+            measured[kind] = sum(local(tensor).nbytes for tensor in tensors_of_kind)
         with LiveBytes(_flat(tensors)) as live_in_sums:
             sum_gradients(job.prepared, optimizer, self.world)
         with LiveBytes(_flat(tensors)) as live_in_step:
@@ -355,7 +356,7 @@ def tensors_by_kind(job: Job) -> dict[str, list[Tensor]]:
         "moments": persistent["moments"],
         "scales": scales,
     }
-    return {kind: [_local(tensor) for tensor in tensors] for kind, tensors in kinds.items()}
+    return {kind: [local(tensor) for tensor in tensors] for kind, tensors in kinds.items()}
 
 
 def gathered_weights(job: Job) -> list[Tensor]:
@@ -388,13 +389,6 @@ def _hsdp_partial_sums(job: Job) -> list[Tensor]:
 def _flat(tensors_by_name: Mapping[Any, Iterable[Tensor]]) -> list[Tensor]:
     """Returns the tensors of all names in one list."""
     return [tensor for tensors in tensors_by_name.values() for tensor in tensors]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor, and other tensors unchanged."""
-    if hasattr(tensor, "to_local"):
-        return tensor.to_local()
-    return tensor
 
 
 # ------------------------------------------------------------------------------------------------
