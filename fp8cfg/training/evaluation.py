@@ -20,7 +20,12 @@ from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hub import BYTES, chosen_tokenizer
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
-from fp8cfg.training.step import NoTargets, copy_to_device, count_local_targets, pipeline_schedule
+from fp8cfg.training.step import (
+    NoTargets,
+    copy_batch_to_device,
+    count_local_targets,
+    pipeline_schedule,
+)
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
@@ -139,7 +144,7 @@ def _evaluate_batch(
     columns = [torch.split(tensor, job.recipe.trainer.micro_batch_size) for tensor in batch]
     for tensors in zip(*columns, strict=True):
         requests.check()
-        loss = job.model(*copy_to_device(tensors, job.device))
+        loss = job.model(*copy_batch_to_device(tensors, job.device))
         yield loss, float(count_local_targets(job, tensors[1]))
 
 
@@ -148,7 +153,7 @@ def _evaluate_in_stages(
 ) -> Iterator[tuple[Tensor, float]]:
     """Yields the same as `_evaluate_batch` for a pipeline, on its last stage only."""
     requests.check()
-    losses = pipeline_schedule(job, world).evaluate(copy_to_device(batch, job.device))
+    losses = pipeline_schedule(job, world).evaluate(copy_batch_to_device(batch, job.device))
     targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
     # Not strict: other stages have no losses.
     for loss, targets_of_loss in zip(losses, targets, strict=False):

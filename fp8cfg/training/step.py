@@ -415,7 +415,7 @@ def run_pipeline(
     """
     microbatches = list(microbatches)
     columns = zip(*(microbatch.tensors for microbatch in microbatches), strict=True)
-    batch = copy_to_device(tuple(torch.cat(column) for column in columns), job.device)
+    batch = copy_batch_to_device(tuple(torch.cat(column) for column in columns), job.device)
     num_shares = [microbatch.num_shares for microbatch in microbatches]
     factors = loss_factors(job.loss_scaler, num_shares)
     with job.autocast():
@@ -468,7 +468,7 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
     Raises:
         ConfigError: A custom model does not take (tokens, targets), or does not return a loss.
     """
-    batch = copy_to_device(tensors, job.device)
+    batch = copy_batch_to_device(tensors, job.device)
     problem = ""
     # The signature is checked first, so that a TypeError inside the model is not mistaken for it.
     if job.foreign:
@@ -651,7 +651,7 @@ def refuse_without_targets(data: str, step: int) -> None:
     raise NoTargets(f"data={data}: no token of step {step} has a loss")
 
 
-def copy_to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+def copy_batch_to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Copies host tensors to `device` without blocking. Later launches see the copies."""
     if device.type != "cuda":
         return tuple(tensor.to(device) for tensor in tensors)

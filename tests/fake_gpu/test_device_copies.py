@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
-from fp8cfg.training.step import copy_to_device
+from fp8cfg.training.step import copy_batch_to_device
 from tools.fake_gpu import cases
 from tools.fake_gpu.recorder import is_fake, record
 from tools.gpu_rows.proof import without_proof
@@ -21,9 +21,9 @@ if not is_fake():
 
 def test_a_batch_is_copied_aside() -> None:
     batch = torch.arange(64).view(8, 8), torch.zeros(8, dtype=torch.int32)
-    copy_to_device(batch, torch.device("cuda"))  # makes the stream
+    copy_batch_to_device(batch, torch.device("cuda"))  # makes the stream
     with record() as found:
-        copied = copy_to_device(batch, torch.device("cuda"))
+        copied = copy_batch_to_device(batch, torch.device("cuda"))
     assert [line for line in found.lines if line[0] in "CS"] == [
         "C P2D 512 on another stream",
         "C P2D 32 on another stream",
