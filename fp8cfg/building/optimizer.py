@@ -133,7 +133,7 @@ def _low_bit(
     model = prepared.model
     named, parts = dict(model.named_parameters()), tensor_parallel_starts(prepared)
     held = {
-        p: partial(getattr, layer, "in_codec")
+        p: partial(getattr, layer, "codec_tensors")
         for p, layer in stored_weights.held(model).items()
         if p.requires_grad
     }
