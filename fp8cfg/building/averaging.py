@@ -33,33 +33,42 @@ class Average:
         decay: Weight of the old average in an update.
     """
 
+    @torch.no_grad()
     def __init__(self, job: Job, decay: float) -> None:
-        self.job, self.decay, self.updates = job, decay, 0
-        self.model = _plain(job).float().eval().requires_grad_(False)
-        self._move(1.0)
+        self.job = job
+        self.decay = decay
+        self.updates = 0
+        self.model = _plain_copy(job).float().eval().requires_grad_(False)
+        weights = self._current_weights()
+        for name, average in self.model.named_parameters():
+            average.copy_(weights[name])
+        self._copy_buffers()
 
+    @torch.no_grad()
     def update(self) -> None:
         """Moves the average toward the current weights by 1 - decay.
 
         Call it after each optimizer step. Buffers are copied.
         """
-        self._move(1.0 - self.decay)
+        averages = dict(self.model.named_parameters())
+        weights = self._current_weights()
+        torch._foreach_lerp_(
+            [*averages.values()], [weights[name] for name in averages], 1.0 - self.decay
+        )
+        self._copy_buffers()
         self.updates += 1
 
-    @torch.no_grad()
-    def _move(self, share: float) -> None:
-        """Moves parameters by `share` of the difference to the current weights. 1 copies them."""
-        now = float32_weights(self.job)
-        mine = dict(self.model.named_parameters())
+    def _current_weights(self) -> dict[str, Tensor]:
+        """Returns the float32 weights of the job in the layout of the plain copy."""
+        weights = float32_weights(self.job)
         # Converted Conv1D and 1x1 convolutions have [out, in] weights. The plain copy has the
         # original layout.
         for name, (module, layout) in shells(self.job.model).items():
-            now[f"{name}.weight"] = layout.weight(module, now[f"{name}.weight"])
-        if share == 1.0:
-            for name, p in mine.items():
-                p.copy_(now[name])
-        else:
-            torch._foreach_lerp_([*mine.values()], [now[name] for name in mine], share)
+            weights[f"{name}.weight"] = layout.weight(module, weights[f"{name}.weight"])
+        return weights
+
+    def _copy_buffers(self) -> None:
+        """Copies the buffers of the job's model. They are not averaged."""
         buffers = dict(self.job.model.named_buffers())
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
@@ -87,12 +96,13 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
     expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) returns one")
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
-    if job.prepared.owner or (job.prepared.fsdp2 and job.prepared.shard != "none"):
+    prepared = job.prepared
+    if prepared.owner or (prepared.fsdp2 and prepared.shard != "none"):
         raise ConfigError(
-            f"averaged: storage.shard={job.prepared.shard} gives each rank only shards of weights or"
+            f"averaged: storage.shard={prepared.shard} gives each rank only shards of weights or"
             " masters; set storage.shard=none, or average the weights of checkpoints"
         )
-    if job.prepared.mesh is not None:
+    if prepared.mesh is not None:
         raise ConfigError(
             "averaged: tensor and pipeline parallelism give each rank only a part of the model; average"
             " the weights of checkpoints"
@@ -100,19 +110,21 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
     return Average(job, decay)
 
 
-def _plain(job: Job) -> nn.Module:
+def _plain_copy(job: Job) -> nn.Module:
     """Returns a plain model with the structure of the job's model."""
     if not job.prepared.fsdp2:
         return convert_back(copy.deepcopy(job.model))
-    recipe, data = job.recipe, job.recipe.data
     # FSDP2 modules cannot be copied, so an empty model is built. The average fills it.
+    recipe = job.recipe
     model = make_transformer(
         transformer_config(recipe),
-        reset_attention_mask=data.reset_attention_mask,
-        reset_position_ids=data.reset_position_ids,
-    ).to_empty(device=job.device)
-    if (beside := make_adapters(recipe)) is not None:
-        beside.attach(model, recipe.trainer.seed)
+        reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids,
+    )
+    model = model.to_empty(device=job.device)
+    adapters = make_adapters(recipe)
+    if adapters is not None:
+        adapters.attach(model, recipe.trainer.seed)
     return model
 
 
@@ -122,20 +134,24 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
     Masters are returned if they exist. Other weights are dequantized.
     """
     masters = _masters(job)
-    layers = {
+    quantized_layers = {
         layer.parameter: layer
         for layer in job.model.modules()
         if isinstance(layer, NarrowWeight) and layer.has_scale
     }
-
-    def wide(p: nn.Parameter) -> Tensor:
-        """Returns the float32 value of one parameter."""
-        # Under FSDP2 the float32 shards are the masters.
-        if p in masters or job.prepared.fsdp2:
-            return local(masters.get(p, p.detach())).float()
-        return layers[p].float32_weight() if p in layers else p.detach().float()
-
-    return {name: wide(p) for name, p in job.model.named_parameters(remove_duplicate=False)}
+    weights = {}
+    for name, parameter in job.model.named_parameters(remove_duplicate=False):
+        if parameter in masters:
+            weight = local(masters[parameter])
+        elif job.prepared.fsdp2:
+            # Under FSDP2 the float32 shards are the masters.
+            weight = local(parameter.detach())
+        elif parameter in quantized_layers:
+            weight = quantized_layers[parameter].float32_weight()
+        else:
+            weight = parameter.detach()
+        weights[name] = weight.float()
+    return weights
 
 
 def _masters(job: Job) -> dict[nn.Parameter, Tensor]:
@@ -143,8 +159,10 @@ def _masters(job: Job) -> dict[nn.Parameter, Tensor]:
     optimizer = job.optimizer
     if not isinstance(optimizer, LowBitTraining):
         return optimizer.masters
-    return {
-        p: columns.source.decode(optimizer.state[p]["master" if columns.master else "weight"])
-        for p, columns in optimizer.columns.items()
-        if optimizer.state[p].keys() & {"master", "weight"}
-    }
+    masters = {}
+    for parameter, columns in optimizer.columns.items():
+        column = "master" if columns.master else "weight"
+        encoded = optimizer.state[parameter].get(column)
+        if encoded is not None:
+            masters[parameter] = columns.source.decode(encoded)
+    return masters

@@ -67,9 +67,9 @@ def summary(
         steps: Optimizer steps done.
         foreign: Whether the model is a custom model.
     """
-    from_recipe = "given" if foreign else f"recipe {recipe.name}"
+    origin = "given" if foreign else f"recipe {recipe.name}"
     rows = {
-        "model": f"{model} ({from_recipe}), {amount(parameters)} parameters, on {device}",
+        "model": f"{model} ({origin}), {amount(parameters)} parameters, on {device}",
         "precision": precision(recipe),
         "backend": f"{choice.backend}: {choice.why}",
         "coverage": _coverage(recipe, plan, foreign),
@@ -102,24 +102,25 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
     """Describes the planned share of FP8."""
     if not recipe.fp8.enabled:
         return "no FP8 planned"
-    coverage = (
-        coverage_of_layers(plan, (), recipe.fp8) if foreign else planned_coverage(recipe, plan)
-    )
-    # How often a custom model runs each layer is unknown, so its share counts weights, not FLOPs.
-    what = "their weights" if foreign else coverage.denominator
+    if foreign:
+        # How often a custom model runs each layer is unknown, so the share counts weights, not
+        # FLOPs.
+        coverage = coverage_of_layers(plan, (), recipe.fp8)
+        unit = "their weights"
+    else:
+        coverage = planned_coverage(recipe, plan)
+        unit = coverage.denominator
     return (
         f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8,"
-        f" {coverage.share:.1%} of {what}; job.prove() shows what ran"
+        f" {coverage.share:.1%} of {unit}; job.prove() shows what ran"
     )
 
 
 def _optimizer(recipe: Recipe) -> str:
     """Describes the optimizer and the dtypes of its state."""
-    optim, columns, clip = (
-        recipe.optim,
-        resolved(recipe.precision),
-        recipe.trainer.gradient_clip_val,
-    )
+    optim = recipe.optim
+    columns = resolved(recipe.precision)
+    clip = recipe.trainer.gradient_clip_val
     parts = [optim.name, f"weights {columns['weight']}"]
     if columns["master_weight"] == "none":
         parts.append("no masters")
@@ -321,7 +322,7 @@ class Job:
         """
         from fp8cfg.numerics.stored_state import fp8_state_dict
 
-        return fp8_state_dict(self.model) | self._coded()
+        return fp8_state_dict(self.model) | self._encoded_weights()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Loads the FP8 state that `state_dict` returned.
@@ -334,10 +335,9 @@ class Job:
         from fp8cfg.numerics.stored_state import load_fp8_state_dict
 
         # Encoded weights are not loaded. FSDP2 encodes them from the masters.
-        made = self._coded().keys()
-        load_fp8_state_dict(
-            self.model, {name: t for name, t in state_dict.items() if name not in made}
-        )
+        derived = self._encoded_weights()
+        loaded = {name: tensor for name, tensor in state_dict.items() if name not in derived}
+        load_fp8_state_dict(self.model, loaded)
 
     def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
         """Runs the backward pass of a loss, divided by `parts`.
@@ -356,7 +356,10 @@ class Job:
 
         self._scales = True
         (factor,) = loss_factors(self.loss_scaler, [parts])
-        (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()
+        if not isinstance(factor, float):
+            # A float32 factor on the device. The product with a bfloat16 loss [] would be bfloat16.
+            loss = loss.float()
+        (loss * factor).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Returns `loss` with a hook that applies the fp16 loss scale to its gradient.
@@ -437,21 +440,20 @@ class Job:
 
     def _observed(self) -> Observed:
         """Returns the observed operand kinds of all GEMMs. All pipeline ranks call it."""
-        own = registry.backend(self.choice.backend).observed(self.model)
+        observed = registry.backend(self.choice.backend).observed(self.model)
         if self.prepared.pipeline is None:
-            return own
+            return observed
         from fp8cfg.parallel.process_group import pipeline_world
 
-        every = [json.loads(text) for text in pipeline_world(self.prepared).texts(json.dumps(own))]
-        return {
-            name: {
+        all_stages: Observed = {}
+        for text in pipeline_world(self.prepared).texts(json.dumps(observed)):
+            for name, gemms in json.loads(text).items():
                 # JSON turns tuples into lists.
-                gemm: tuple(kinds) if isinstance(kinds, list) else kinds
-                for gemm, kinds in ran.items()
-            }
-            for stage in every
-            for name, ran in stage.items()
-        }
+                all_stages[name] = {
+                    gemm: tuple(kinds) if isinstance(kinds, list) else kinds
+                    for gemm, kinds in gemms.items()
+                }
+        return all_stages
 
     def compile_model(self) -> None:
         """Compiles the model's training passes and the step of a low-bit optimizer.
@@ -502,7 +504,7 @@ class Job:
             " fp8cfg.averaged(job) an average (EMA)"
         )
 
-    def _coded(self) -> dict[str, Tensor]:
+    def _encoded_weights(self) -> dict[str, Tensor]:
         """Returns the encoded weights that FSDP2 makes from float32 masters, by name."""
         if not self.prepared.fsdp2 or self.prepared.shard != "none":
             return {}
@@ -520,21 +522,17 @@ class Job:
 
         # Only for custom models: `fit` reports the coverage of the recipe's own Transformer.
         if self.autocast.has_fp8_layers() and checks.check(self.model) and self.foreign:
-            warn_of_low_coverage(
-                self.model,
-                observed_coverage(
-                    self.recipe, self.model, self.plan, self._observed(), self.foreign
-                ),
+            coverage = observed_coverage(
+                self.recipe, self.model, self.plan, self._observed(), self.foreign
             )
+            warn_of_low_coverage(self.model, coverage)
 
     def _check_sums(self) -> None:
         """Warns once if a step on several ranks uses gradients that were not summed."""
+        if self.summed or self._sums_checked:
+            return
         # FSDP2 sums in the backward pass, except the gradients of tensor-parallel ranks.
-        if (
-            self.summed
-            or self._sums_checked
-            or (self.prepared.fsdp2 and self.prepared.tensor_parallel is None)
-        ):
+        if self.prepared.fsdp2 and self.prepared.tensor_parallel is None:
             return
         from fp8cfg.backends.any_model.checks import warn_of_sums
 
@@ -548,7 +546,8 @@ class Job:
         from fp8cfg.interop.hf_trainer import running, settle
 
         self._trainer_checked = True
-        if (trainer := running()) is not None:
+        trainer = running()
+        if trainer is not None:
             settle(self.recipe, trainer.args, trainer.state.max_steps, clipped=True)
 
     def _refuse_unscaled(self) -> None:
@@ -556,6 +555,5 @@ class Job:
         if not self._scales:
             raise RuntimeError(
                 "no loss was multiplied by the fp16 loss scale, but the optimizer divides by it;"
-                " call"
-                " job.backward(loss), or job.scaled(loss) before your own backward"
+                " call job.backward(loss), or job.scaled(loss) before your own backward"
             )
