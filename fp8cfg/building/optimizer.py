@@ -22,7 +22,7 @@ from fp8cfg.backends.protocol import Backend, PreparedModel
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards
-from fp8cfg.numerics.weight_storage import HeldWeight
+from fp8cfg.numerics.weight_storage import CodecLayer
 from fp8cfg.optim import LossScaler
 from fp8cfg.optim.low_bit.adam import LowBitTraining, LowBitTrainingAdam, LowBitTrainingAdamW
 from fp8cfg.optim.low_bit.columns import columns_of_shard
@@ -187,7 +187,7 @@ def _torch_optimizer(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
     return partial(adam, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def _trained_encoded_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
+def _trained_encoded_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
     """Returns the layers with a trained weight in a storage codec, by parameter."""
     layers = stored_weights.held(model)
     return {parameter: layer for parameter, layer in layers.items() if parameter.requires_grad}
