@@ -162,33 +162,33 @@ _KINDS = {
     "object": "mapping",
 }
 _BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "more than",
-    "maximum": "at most",
-    "exclusiveMaximum": "less than",
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
 }
 
 
-def kind(schema: dict[str, Any]) -> str:
+def type_text(schema: dict[str, Any]) -> str:
     """Describes a key's type in words, with bounds or choices.
 
     Args:
         schema: JSON Schema of the key.
     """
     if "anyOf" in schema:
-        return " or ".join(map(kind, schema["anyOf"]))
+        return " or ".join(map(type_text, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(shown, schema['enum']))}"
     if "prefixItems" in schema:
         return (
-            f"list of {len(schema['prefixItems'])}: {', '.join(map(kind, schema['prefixItems']))}"
+            f"list of {len(schema['prefixItems'])}: {', '.join(map(type_text, schema['prefixItems']))}"
         )
     if schema["type"] == "array":
-        return f"list of {kind(schema['items'])}"
+        return f"list of {type_text(schema['items'])}"
     bounds = " and ".join(
-        f"{words} {schema[bound]}" for bound, words in _BOUNDS.items() if bound in schema
+        f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema
     )
-    return _KINDS[schema["type"]] + (f", {bounds}" if bounds else "")
+    return f"{_KINDS[schema['type']]} {bounds}".rstrip()
 
 
 def path(file: Path) -> str:
@@ -362,7 +362,7 @@ def _key_text(e: Explanation) -> str:
 def _facts(e: Explanation) -> dict[str, str]:
     """Returns type, effect, example and full name of a key, by label."""
     facts = {
-        "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
+        "type": f"{type_text(dict(e.schema))}; default {shown(e.schema['default'])}",
         "effect": e.effect,
     }
     word = example(e.full_name)

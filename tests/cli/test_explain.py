@@ -39,7 +39,7 @@ def test_a_key_in_full(capsys: Out) -> None:
 fp8.margin = 1
   Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE).
 
-  type       integer, at least 0 and at most 16; default 0
+  type       integer >= 0 and <= 16; default 0
   effect     takes effect
   example    fp8.margin=1
   full name  trainer.plugins.fp8.margin

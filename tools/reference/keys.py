@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8cfg.composition.recipe_yaml import is_node
 from fp8cfg.report.key_examples import example
-from fp8cfg.report.key_explanation import kind, shown
+from fp8cfg.report.key_explanation import shown, type_text
 from fp8cfg.report.recipe_export import key_schema
 from fp8cfg.schema.fp8 import ONLY_UNDER
 from fp8cfg.schema.recipe import ALIASES, fields, short
@@ -68,7 +68,7 @@ def _row(key: str) -> list[str]:
     if short(node) == "fp8" and leaf in ONLY_UNDER:
         meaning += f" Only under `fp8.scaling` {' or '.join(ONLY_UNDER[leaf])}."
     counted = unit(schema, meaning)
-    parts = [kind(schema)]
+    parts = [_type(schema)]
     if counted:
         parts.append(counted)
     default = f"default {code(shown(schema['default']))}"
@@ -79,6 +79,15 @@ def _row(key: str) -> list[str]:
         "; ".join(parts),
         code((example(key) or "").partition("=")[2]),
     ]
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Returns the type in words, with choices as code."""
+    text = type_text(schema)
+    for part in [*schema.get("anyOf", [schema]), schema.get("items", {})]:
+        choices = [shown(choice) for choice in part.get("enum", [])]
+        text = text.replace(", ".join(choices), " ".join(map(code, choices)))
+    return text
 
 
 def described(text: str) -> tuple[str, str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from fp8cfg.cli.list import entries
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.report.key_explanation import shown
 from fp8cfg.schema.presets import FUNCTIONS, precision_preset
 from fp8cfg.schema.recipe import Recipe, short
+from fp8cfg.schema.recipe_registry import named
 from tools.reference.markdown import code, table
+
+LAYOUT = re.compile(r", (?:(?:one|two|four|\d+) nodes?|(?:tensor|pipeline|context) parallel \d+)\b")
+"""Parts of a description that have columns of their own here."""
 
 
 def page() -> str:
@@ -18,8 +24,10 @@ def page() -> str:
             "files. A precision preset replaces everything about precision. Its Python function has NeMo's or Megatron-Bridge's name for "
             "it, if they have one. [Choose a precision](../choosing-a-precision.md) tells you which one to use.",
             "## recipe",
+            "GPUs is the number that the recipe is meant for. TP, PP and CP are tensor, pipeline and context parallelism.",
             table(
-                ["name", "description"], [[code(e.name), e.about] for e in entries("recipe", None)]
+                ["name", "description", "GPUs", "TP", "PP", "CP"],
+                [_recipe(e.name, e.about) for e in entries("recipe", None)],
             ),
             "## precision",
             table(
@@ -34,12 +42,24 @@ def page() -> str:
     )
 
 
+def _recipe(name: str, about: str) -> list[str]:
+    trainer = named(name).trainer
+    strategy = trainer.strategy
+    sizes = [
+        trainer.num_nodes * trainer.devices,
+        strategy.tensor_model_parallel_size,
+        strategy.pipeline_model_parallel_size,
+        strategy.context_parallel_size,
+    ]
+    return [code(name), LAYOUT.sub("", about), *map(str, sizes)]
+
+
 def _precision(name: str, about: str) -> list[str]:
-    functions = ", ".join(
+    functions = " ".join(
         code(f) for f, preset in FUNCTIONS.items() if preset == name and f != name
     ) or code(name)
     recipe = Recipe()
     before = flat(recipe)
     recipe.precision = precision_preset(name)
-    said = [f"{short(k)}={shown(v)}" for k, v in flat(recipe).items() if v != before[k]]
-    return [code(name), functions, about, ", ".join(map(code, said)) or "the defaults"]
+    settings = [f"{short(k)}={shown(v)}" for k, v in flat(recipe).items() if v != before[k]]
+    return [code(name), functions, about, code(" ".join(settings)) or "the defaults"]
