@@ -180,9 +180,7 @@ def type_text(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(shown, schema['enum']))}"
     if "prefixItems" in schema:
-        return (
-            f"list of {len(schema['prefixItems'])}: {', '.join(map(type_text, schema['prefixItems']))}"
-        )
+        return f"list of {len(schema['prefixItems'])}: {', '.join(map(type_text, schema['prefixItems']))}"
     if schema["type"] == "array":
         return f"list of {type_text(schema['items'])}"
     bounds = " and ".join(
