@@ -81,16 +81,16 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
         shapes = parameter_shapes(config)
 
         def draw(name: str) -> Tensor:
-            # `fill_first` draws each weight from the seed and its name, in any order.
+            # `init_parameter` draws each weight from the seed and its name, in any order.
             weight = torch.empty(shapes[name], dtype=torch.float32)
-            weight_init.fill_first(weight, name, config, recipe.trainer.seed)
+            weight_init.init_parameter(weight, name, config, recipe.trainer.seed)
             return weight
 
         return draw
     folder = hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS)
     layout = hf_layout(family_of_weights(recipe.model))
     with _config_errors(weights):
-        read_weight = hf_checkpoint.reader(config, folder, layout)
+        read_weight = hf_checkpoint.checkpoint_reader(config, folder, layout)
 
     def read(name: str) -> Tensor:
         with _config_errors(weights):
@@ -132,7 +132,7 @@ def make_adapters(recipe: Recipe) -> Adapters | None:
         family = hugging_face.family_of_model(recipe.model)
         folder = hub.local_folder(settings.weights, "lora.weights", hub.HUB_WEIGHTS)
         try:
-            weights = lora.read(folder, adapted, family.names, settings.rank, settings.alpha)
+            weights = lora.read_peft(folder, adapted, family.names, settings.rank, settings.alpha)
         except ValueError as error:
             raise ConfigError(f"lora.weights={settings.weights}: {error}") from None
     return Adapters(

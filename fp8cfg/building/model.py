@@ -305,7 +305,7 @@ def _convert_sharded(
     fsdp.apply_fsdp(model, state, mesh, gradient_dtype)
     fill(model.to_empty(device=plan.hardware.device))
     if adapters:
-        adapters.fill(model, seed)
+        adapters.init_weights(model, seed)
     # to_empty leaves all buffers uninitialized: scales, amax histories and GEMM records. Layers
     # without FP8 GEMMs have such buffers too, if they gather quantized weights.
     reset_state(fp8_layers(model))

@@ -336,7 +336,7 @@ def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype:
         )
     # Quantize the FP8 layers of the run. After a run without FP8, quantize all layers.
     planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
-    hf_export.write(
+    hf_export.write_model(
         out,
         transformer_config(found.recipe),
         family.write(found.recipe.model),
@@ -383,7 +383,7 @@ def run_peft(arguments: Arguments) -> int:
     try:
         with new_folder(out) as made:
             adapters = {module: found.adapter(module) for module in found.adapted}
-            count = lora.write(
+            count = lora.write_peft(
                 made,
                 adapters,
                 every,

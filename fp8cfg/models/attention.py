@@ -1,6 +1,10 @@
-"""Causal self-attention: grouped queries, rotary positions, norms of queries and keys, sliding windows and soft caps.
+"""Causal self-attention with grouped queries.
 
-Shape letters: B batch, T tokens, D hidden_size, G key-value heads.
+Options of a model family: rotary positions, norms of queries and keys, sliding windows, a soft cap of
+scores.
+
+Shape letters: B batch, T tokens (of the queries), S tokens of the keys, D hidden_size, H query heads,
+G key-value heads.
 """
 
 from __future__ import annotations
@@ -13,35 +17,296 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fp8cfg.models.config import RopeScaling, TransformerConfig
-from fp8cfg.models.norms import norm
-from fp8cfg.models.recompute import recomputed
+from fp8cfg.models.norms import build_norm
+from fp8cfg.models.recompute import recompute_in_backward
+
+
+class SelfAttention(nn.Module):
+    """Causal grouped-query attention of one layer, x [B, T, D] to [B, T, D].
+
+    The rows of `linear_qkv` have Megatron's order: group by group, and in each group first its query
+    heads, then its key head, then its value head.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int = 0, selective: bool = False) -> None:
+        """Builds the attention of one layer.
+
+        Args:
+            config: The model's shapes.
+            layer: Number of the layer, from 0. Some families alternate full and windowed attention.
+            selective: Whether the backward pass recomputes the norms of queries and keys, and
+                attention with a mask. See `CoreAttention`.
+        """
+        super().__init__()
+        self.selective = selective
+        self.num_query_groups = config.num_query_groups
+        self.heads_per_group = config.heads_per_group
+        self.head_dim = config.head_dim
+        self.qk_layernorm = config.qk_layernorm
+        self.linear_qkv = nn.Linear(
+            config.hidden_size, config.qkv_size, bias=config.add_qkv_bias or config.add_bias_linear
+        )
+        if config.qk_layernorm == "hidden":  # one norm over all heads, as in OLMo 2
+            self.q_layernorm = build_norm(config, config.query_size)
+            self.k_layernorm = build_norm(config, config.key_size)
+        elif config.qk_layernorm == "head":  # each head separately, as in Qwen 3
+            self.q_layernorm = build_norm(config, config.head_dim)
+            self.k_layernorm = build_norm(config, config.head_dim)
+        scale = None
+        if config.query_pre_attn_scalar is not None:
+            scale = config.query_pre_attn_scalar**-0.5
+        self.core_attention = CoreAttention(
+            scale, config.window(layer), config.attn_logit_softcapping, selective
+        )
+        self.linear_proj = nn.Linear(
+            config.query_size, config.hidden_size, bias=config.add_bias_linear
+        )
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
+        """Computes attention.
+
+        Args:
+            x: The normalized residual stream, [B, T, D].
+            cos: Cosines from `rotary_tables`, or None without rotary positions.
+            sin: Sines from `rotary_tables`, or None without rotary positions.
+            *mask: The mask of `CoreAttention`, or nothing.
+        """
+        qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
+        # [B, T, G, heads of a group, head_dim] each
+        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)
+        q_norm, k_norm = None, None
+        if self.qk_layernorm != "none":
+            q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        q = self._norm_and_rotate(q, q_norm, cos, sin)
+        k = self._norm_and_rotate(k, k_norm, cos, sin)
+        v = v.flatten(2, 3)
+        # torch's attention wants the heads before the tokens.
+        output: Tensor = self.core_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask
+        )
+        projected: Tensor = self.linear_proj(output.transpose(1, 2).flatten(2))
+        return projected
+
+    def _norm_and_rotate(
+        self, heads: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None
+    ) -> Tensor:
+        """Prepares queries or keys for attention: flattens their groups, normalizes and rotates.
+
+        Args:
+            heads: [B, T, G, heads of a group, head_dim].
+            norm: The norm, or None.
+            cos: See `forward`.
+            sin: See `forward`.
+
+        Returns:
+            [B, T, heads, head_dim].
+        """
+
+        def norm_and_rotate(x: Tensor) -> Tensor:
+            x = x.flatten(2, 3)
+            if norm is not None and self.qk_layernorm == "head":
+                x = norm(x)
+            elif norm is not None:
+                x = norm(x.flatten(2)).view(x.shape)
+            if cos is None or sin is None:
+                return x
+            return apply_rotary(x, cos, sin)
+
+        if self.selective and norm is not None:
+            return recompute_in_backward(norm_and_rotate, norm, heads)
+        return norm_and_rotate(heads)
+
+
+class CoreAttention(nn.Module):
+    """Causal attention without its linear layers: softmax(q kᵀ x scale) v.
+
+    Most calls run torch's fused attention with its causal flag. A window, a soft cap or a mask needs
+    an explicit mask. A soft cap also needs explicit scores, because torch's fused attention has none
+    (Gemma 2, arXiv 2408.00118).
+    """
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        selective: bool = False,
+    ) -> None:
+        """Sets the options of a layer.
+
+        Args:
+            scale: Factor of the scores. None is 1 / √head_dim.
+            window: Tokens that a token sees, including itself. None for all before it.
+            softcap: Bounds scores to softcap x tanh(scores / softcap), in float32. None for no bound.
+            selective: Whether the backward pass recomputes attention with an explicit mask. Flash
+                attention needs no recomputation: it keeps no matrix of scores.
+        """
+        super().__init__()
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        self.selective = selective
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Computes attention. If S is larger than T, the queries are the last T of S tokens.
+
+        Args:
+            q: Queries, [B, H, T, head_dim].
+            k: Keys, [B, G, S, head_dim].
+            v: Values, [B, G, S, head_dim].
+            mask: Mask to add to the scores, [..., T, S], from `additive_mask`. A model makes it once
+                for all layers. None makes one here if attention needs one.
+
+        Returns:
+            [B, H, T, head_dim].
+        """
+        num_queries, num_keys = q.shape[-2], k.shape[-2]
+        bias = None
+        if q.is_cuda:
+            bias = _LOWER_RIGHT.get((num_queries, num_keys))
+        has_mask = mask is not None or self.softcap is not None
+        has_mask = has_mask or self._effective_window(num_keys) is not None
+        # torch's causal flag aligns queries with the first keys, so it fits equal lengths only.
+        if not has_mask and (num_queries == num_keys or bias is not None):
+            return self._causal_attention(q, k, v, bias)
+        inputs: tuple[Tensor, ...] = (q, k, v)
+        if mask is not None:
+            inputs = (q, k, v, mask)
+        if self.selective:
+            return recompute_in_backward(self._masked_attention, None, *inputs)
+        return self._masked_attention(*inputs)
+
+    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor, bias: CausalBias | None) -> Tensor:
+        # On a GPU flash attention has no float32, and the kernels with float32 no grouped queries.
+        if q.is_cuda and q.dtype == torch.float32 and q.shape[1] > k.shape[1]:
+            k, v = _repeat_kv(q, k, v)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] > k.shape[1],
+        )
+
+    def _masked_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        num_queries, num_keys = q.shape[-2], k.shape[-2]
+        if mask is None:
+            window = self._effective_window(num_keys)
+            is_hidden = causal_mask(num_queries, num_keys, window, q.device)
+            mask = additive_mask(is_hidden, q.dtype)
+        # No kernel has both a mask and grouped queries.
+        k, v = _repeat_kv(q, k, v)
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        scale = self.scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        scores = (q @ k.mT).float().mul(scale / self.softcap).tanh().mul(self.softcap)
+        return (scores + mask).softmax(-1).to(v.dtype) @ v
+
+    def _effective_window(self, num_keys: int) -> int | None:
+        """Returns the window, or None if it covers all keys."""
+        if self.window is None or self.window >= num_keys:
+            return None
+        return self.window
+
+    def extra_repr(self) -> str:
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return ", ".join(
+            f"{name}={value:g}" for name, value in options.items() if value is not None
+        )
+
+
+def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats keys and values [B, G, S, head_dim] for each query head: [B, H, S, head_dim]."""
+    repeats = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Returns the mask of hidden tokens, bool [num_queries, num_keys].
+
+    A token (row) does not see later tokens. With a window it does not see tokens that are `window` or
+    more before it either. The queries are the last of the keys.
+    """
+    everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    offset = num_keys - num_queries
+    is_hidden = everything.triu(1 + offset)
+    if window is not None:
+        is_hidden = is_hidden | everything.tril(offset - window)
+    return is_hidden
+
+
+def additive_mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts a bool mask to numbers to add to scores: -inf for hidden tokens, otherwise 0."""
+    zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return zeros.masked_fill_(is_hidden, -torch.inf)
+
+
+_LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
+
+
+def prepare_lower_right_bias(num_queries: int, num_keys: int) -> None:
+    """Prepares attention of `num_queries` queries that are the last of `num_keys` keys.
+
+    Context parallelism has such calls. With this bias flash attention runs them on a GPU. Without
+    it, and on a CPU, an explicit mask does.
+    """
+    # Before the first call, because torch 2.13 can't create a CausalBias in compiled code.
+    _LOWER_RIGHT[num_queries, num_keys] = causal_lower_right(num_queries, num_keys)
 
 
 def rotary_tables(
     config: TransformerConfig, positions: Tensor, local: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of `positions`, integers [T] or [B, T], each float32 [..., rotary_size / 2]; `local` for
-    layers with a sliding window where these have a base of their own, which no scaling stretches (Gemma 3).
+    """Returns cosines and sines of the rotary angles.
 
-    Each forward pass computes the tables. They are small, all layers share them, and a table that is no buffer cannot be rounded
-    by `model.to(torch.bfloat16)`, left as garbage by `to_empty`, or saved.
+    Each forward pass computes the tables. They are small, and all layers share them. They are no
+    buffers: `model.to(torch.bfloat16)` would round a buffer, `to_empty` would leave garbage in it, and
+    checkpoints would have it.
+
+    Args:
+        config: The model's shapes.
+        positions: Positions of the tokens, integers [T] or [B, T].
+        local: Whether the tables are for layers with a sliding window. In some families these have a
+            base of their own, without scaling (Gemma 3).
+
+    Returns:
+        Cosines and sines, each float32 [..., rotary_size / 2].
     """
     channels = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device=positions.device)
-    local = local and config.rotary_base_local is not None
-    base = config.rotary_base_local if local and config.rotary_base_local else config.rotary_base
+    base = config.rotary_base
+    scaling = config.rope_scaling
+    if local and config.rotary_base_local is not None:
+        base = config.rotary_base_local
+        scaling = None
     frequencies = 1.0 / base ** (channels / config.rotary_size)
-    if config.rope_scaling is not None and not local:
-        frequencies = scale_frequencies(frequencies, config.rope_scaling)
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, scaling)
     angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow the low frequencies down by `factor`, keep the high ones, and blend between (float32, same shape); under linear
-    scaling slow all of them.
+    """Stretches rotary frequencies for a longer context.
 
-    "Low" and "high" count the turns that a channel makes within the original context. Source: `apply_scaling` in
-    Meta's llama-models, `_compute_llama3_parameters` in transformers.
+    Linear scaling divides all frequencies by `factor`. Llama 3's scaling divides low frequencies,
+    keeps high ones and blends between them. "Low" and "high" refer to the number of turns that a
+    channel makes within the original context. Source: `apply_scaling` in Meta's llama-models,
+    `_compute_llama3_parameters` in transformers.
+
+    Args:
+        frequencies: float32 [rotary_size / 2].
+        scaling: The stretch.
+
+    Returns:
+        float32 [rotary_size / 2].
     """
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
@@ -52,183 +317,24 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x` [B, T, heads, head_dim] by its positions, in float32; the result has the dtype of `x`. Channels beyond those that
-    the tables have angles for stay as they are.
+    """Rotates heads by their positions, in float32.
 
-    Channel i pairs with channel i + rotary_size / 2 ("rotate half", as Hugging Face and Megatron store Llama's weights),
-    not with its neighbour as in Meta's own checkpoints.
+    Channel i pairs with channel i + rotary_size / 2 ("rotate half", as Hugging Face and Megatron store
+    Llama's weights). Meta's own checkpoints pair it with channel i + 1.
+
+    Args:
+        x: Queries or keys, [B, T, heads, head_dim].
+        cos: Cosines from `rotary_tables`.
+        sin: Sines from `rotary_tables`.
+
+    Returns:
+        Same shape and dtype as `x`. Channels from `rotary_size` on stay as they are.
     """
-    turning = 2 * cos.shape[-1]
-    first, second = x[..., :turning].float().chunk(2, dim=-1)
+    rotary_size = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_size].float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)
-
-
-def hidden_from(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask of what a token (row) must not see, bool [queries, keys]: later tokens, and those `window` or more before it. The
-    queries are the last of the keys."""
-    every, before = torch.ones(queries, keys, dtype=torch.bool, device=device), keys - queries
-    later = every.triu(1 + before)
-    return later if window is None else later | every.tril(before - window)
-
-
-def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """That mask as what is added to scores: -inf where it is true, else 0."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-        hidden, -torch.inf
-    )
-
-
-_LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
-
-
-def expect_queries(queries: int, keys: int) -> None:
-    """Prepare for so many queries that are the last of more keys: the bias with which flash attention takes them on a GPU, which
-    torch 2.13 cannot make inside of compiled code. Without it, and on a CPU, an explicit mask does it.
-    """
-    _LOWER_RIGHT[queries, keys] = causal_lower_right(queries, keys)
-
-
-def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for each of the query heads."""
-    times = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-
-
-class CoreAttention(nn.Module):
-    """softmax(q kᵀ x scale) v, causal: q [B, heads, T, head_dim], k and v [B, G, S, head_dim], out as q. S is T, or more: the
-    queries are the last of the keys.
-
-    `scale` None is 1 / √head_dim. A token sees itself and the `window` - 1 before it. `softcap` c bounds scores by
-    c tanh(scores / c), which torch's fused attention does not know: they are computed explicitly then, in float32 (Gemma 2,
-    arXiv 2408.00118).
-
-    `mask`, [..., T, S] as `additive` gives it, is made here where a call brings none and needs one: a model of many layers makes it
-    once for all of them. `selective` recomputes what flash attention does not: matrices of scores, keys and values by query head.
-    """
-
-    def __init__(
-        self,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        selective: bool = False,
-    ) -> None:
-        super().__init__()
-        self.scale, self.window, self.softcap, self.selective = scale, window, softcap, selective
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        queries, keys = q.shape[-2], k.shape[-2]
-        window = self.window if self.window is not None and self.window < keys else None
-        bias = _LOWER_RIGHT.get((queries, keys)) if q.is_cuda else None
-        if (
-            self.softcap is None
-            and window is None
-            and mask is None
-            and (queries == keys or bias is not None)
-        ):
-            if q.is_cuda and q.dtype == torch.float32 and q.shape[1] > k.shape[1]:
-                k, v = _by_head(
-                    q, k, v
-                )  # flash attention takes no float32, and what does no grouped queries
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=bias,
-                is_causal=bias is None,
-                scale=self.scale,
-                enable_gqa=q.shape[1] > k.shape[1],
-            )
-        given = (q, k, v) if mask is None else (q, k, v, mask)
-        return (
-            recomputed(self._explicit, None, *given) if self.selective else self._explicit(*given)
-        )
-
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention with an explicit mask."""
-        queries, keys = q.shape[-2], k.shape[-2]
-        window = self.window if self.window is not None and self.window < keys else None
-        mask = (
-            additive(hidden_from(queries, keys, window, q.device), q.dtype)
-            if mask is None
-            else mask
-        )
-        k, v = _by_head(q, k, v)  # no kernel has both a mask and grouped queries
-        if self.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = (q @ k.mT).float().mul(scale / self.softcap).tanh().mul(self.softcap)
-        return (scores + mask).softmax(-1).to(v.dtype) @ v
-
-    def extra_repr(self) -> str:
-        said = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return ", ".join(f"{name}={value:g}" for name, value in said.items() if value is not None)
-
-
-class SelfAttention(nn.Module):
-    """Causal grouped-query attention of one layer, by its number from 0.
-
-    The rows of `linear_qkv` are laid out as in Megatron: group by group, each group's query heads, then its key head,
-    then its value head. `selective` recomputes norms of queries and keys, and what CoreAttention does.
-    """
-
-    def __init__(self, config: TransformerConfig, layer: int = 0, selective: bool = False) -> None:
-        super().__init__()
-        self.selective = selective
-        self.num_query_groups = config.num_query_groups
-        self.heads_per_group = config.heads_per_group
-        self.head_dim = config.head_dim
-        scalar = config.query_pre_attn_scalar
-        self.linear_qkv = nn.Linear(
-            config.hidden_size, config.qkv_size, bias=config.add_qkv_bias or config.add_bias_linear
-        )
-        if config.qk_layernorm != "none":
-            whole = config.qk_layernorm == "hidden"
-            self.q_layernorm = norm(config, config.query_size if whole else config.head_dim)
-            self.k_layernorm = norm(config, config.key_size if whole else config.head_dim)
-        self.core_attention = CoreAttention(
-            None if scalar is None else scalar**-0.5,
-            config.window(layer),
-            config.attn_logit_softcapping,
-            selective,
-        )
-        self.linear_proj = nn.Linear(
-            config.query_size, config.hidden_size, bias=config.add_bias_linear
-        )
-        self.normed = config.qk_layernorm
-
-    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
-        qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
-        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
-        q_norm, k_norm = (
-            (self.q_layernorm, self.k_layernorm) if self.normed != "none" else (None, None)
-        )
-        q, k, v = (
-            self._turned(q, q_norm, cos, sin),
-            self._turned(k, k_norm, cos, sin),
-            v.flatten(2, 3),
-        )
-        attended: Tensor = self.core_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask
-        )
-        projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
-        return projected
-
-    def _turned(
-        self, heads: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None
-    ) -> Tensor:
-        """Queries or keys [B, T, G, heads, head_dim] as attention takes them, [B, T, G x heads, head_dim]: normed and rotated."""
-
-        def turned(x: Tensor) -> Tensor:
-            x = x.flatten(2, 3)
-            if norm is not None:
-                x = norm(x) if self.normed == "head" else norm(x.flatten(2)).view(x.shape)
-            return x if cos is None or sin is None else apply_rotary(x, cos, sin)
-
-        return (
-            recomputed(turned, norm, heads)
-            if self.selective and norm is not None
-            else turned(heads)
-        )
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.cat(halves, dim=-1).to(x.dtype)
+    if rotary_size == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., rotary_size:]), dim=-1)

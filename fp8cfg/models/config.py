@@ -1,6 +1,6 @@
 """Transformer configuration: layer count, widths, heads, norms and positions under Megatron's names, without torch.
 
-The defaults are Llama's. What a field means, and who trains so, stands with the key of the same name in config/model.py.
+The defaults are Llama's. The keys of the same names in fp8cfg/schema/model.py document the fields.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 GATED = ("swiglu", "geglu")
-"""Activations of an MLP whose first layer has a gate's rows before those of the up projection."""
+"""Activations with a gate. The first half of the rows of linear_fc1 is the gate, the second half the up
+projection."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A stretch of the rotary frequencies, `rope_type` llama3 or linear in Hugging Face's config.json.
+    """Stretch of the rotary frequencies. See `attention.scale_frequencies`.
 
-    Raises ValueError where `high_freq_factor` is not above `low_freq_factor`: between the two lies the blend.
+    `rope_type` is llama3 or linear, as in Hugging Face's config.json. Raises ValueError unless
+    `high_freq_factor` is above `low_freq_factor`.
     """
 
     factor: float
@@ -41,9 +42,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shapes of one decoder-only Transformer; by default RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+    """Shapes of a decoder-only Transformer.
 
-    Raises ValueError where the numbers do not fit together.
+    By default with RMSNorm, rotary positions, grouped-query attention and SwiGLU, without biases. Raises
+    ValueError if the numbers do not fit together.
     """
 
     num_layers: int
@@ -56,7 +58,7 @@ class TransformerConfig:
     vocab_size: int
     """Rows of the embedding, padding included."""
     seq_length: int
-    """Tokens in a training sequence. The model takes any length; plans and memory estimates read this one."""
+    """Tokens in a training sequence. Plans and memory estimates read it. The model accepts any length."""
     rotary_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     layernorm_epsilon: float = 1e-5
@@ -71,7 +73,7 @@ class TransformerConfig:
     add_bias_linear: bool = False
     position_embedding_type: str = "rope"
     max_position_embeddings: int | None = None
-    """Rows of learned positions; None is `seq_length`."""
+    """Rows of the learned position embedding. None means `seq_length`."""
     rotary_percent: float = 1.0
     rotary_base_local: float | None = None
     sliding_window: int | None = None
@@ -124,57 +126,78 @@ class TransformerConfig:
 
     @property
     def fc1_size(self) -> int:
-        """Channels of the output of `linear_fc1`: twice the MLP's width where a gate multiplies it."""
-        return self.ffn_hidden_size * (2 if self.activation in GATED else 1)
+        """Channels of the output of `linear_fc1`: twice the MLP's width if the activation has a gate."""
+        if self.activation in GATED:
+            return 2 * self.ffn_hidden_size
+        return self.ffn_hidden_size
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that rotary positions turn, the first ones."""
+        """Channels of a head with rotary positions, its first ones."""
         return int(self.head_dim * self.rotary_percent)
 
     @property
     def learned_positions(self) -> int:
-        """Rows of the learned position embedding; 0 under rotary positions."""
-        return (
-            (self.max_position_embeddings or self.seq_length)
-            if self.position_embedding_type == "learned_absolute"
-            else 0
-        )
+        """Rows of the learned position embedding, 0 with rotary positions."""
+        if self.position_embedding_type != "learned_absolute":
+            return 0
+        return self.max_position_embeddings or self.seq_length
 
     def window(self, layer: int) -> int | None:
-        """Tokens that attention of the layer (from 0) reaches back over, its own among them; None for all of them."""
-        every = self.window_attn_skip_freq
-        return None if every and (layer + 1) % every == 0 else self.sliding_window
+        """Returns how many tokens a token of the layer (from 0) sees, including itself.
+
+        None means all tokens before it.
+        """
+        period = self.window_attn_skip_freq
+        has_full_attention = period and (layer + 1) % period == 0
+        if has_full_attention:
+            return None
+        return self.sliding_window
 
 
-def chunk_layers(layers: int, cuts: int) -> list[range]:
-    """The layers of each of `cuts` chunks, in the order of the model.
+def chunk_layers(num_layers: int, num_chunks: int) -> list[range]:
+    """Splits the layers of a model into chunks for pipeline parallelism.
 
-    Where layers do not divide, embedding and output layer count as one layer each, as NeMo's llama31_405b has it; else the
-    first chunks have one layer more.
+    If the chunks can't be equal, embedding and output layer count as one layer each, provided that
+    makes them equal, as in NeMo's llama31_405b. Otherwise the first chunks get one more layer.
     """
-    sizes = [layers // cuts + (i < layers % cuts) for i in range(cuts)]
-    if layers % cuts and (layers + 2) % cuts == 0:
-        sizes = [(layers + 2) // cuts - (i in (0, cuts - 1)) for i in range(cuts)]
-    starts = [sum(sizes[:i]) for i in range(cuts)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    size, remainder = divmod(num_layers, num_chunks)
+    sizes = [size + 1] * remainder + [size] * (num_chunks - remainder)
+    if remainder and (num_layers + 2) % num_chunks == 0:
+        sizes = [(num_layers + 2) // num_chunks] * num_chunks
+        sizes[0] -= 1
+        if num_chunks > 1:
+            sizes[-1] -= 1
+    chunks = []
+    start = 0
+    for size in sizes:
+        chunks.append(range(start, start + size))
+        start += size
+    return chunks
 
 
-def stage_chunks(layers: int, ranks: int, chunks: int) -> list[list[range]]:
-    """For each of `ranks` pipeline ranks the layers of each of its `chunks` chunks."""
-    cut = chunk_layers(layers, ranks * chunks)
-    return [cut[rank::ranks] for rank in range(ranks)]
+def stage_chunks(num_layers: int, num_ranks: int, num_chunks: int) -> list[list[range]]:
+    """Returns the layers of each chunk, for each pipeline rank.
+
+    Args:
+        num_layers: Layers of the model.
+        num_ranks: Pipeline ranks.
+        num_chunks: Chunks per rank.
+    """
+    chunks = chunk_layers(num_layers, num_ranks * num_chunks)
+    return [chunks[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def stage_layers(layers: int, ranks: int, chunks: int) -> list[list[int]]:
-    """The layers of each pipeline rank, of all its chunks together."""
-    return [
-        [layer for chunk in mine for layer in chunk] for mine in stage_chunks(layers, ranks, chunks)
-    ]
+def stage_layers(num_layers: int, num_ranks: int, num_chunks: int) -> list[list[int]]:
+    """Returns the layers of each pipeline rank. See `stage_chunks`."""
+    layers_by_rank = []
+    for chunks in stage_chunks(num_layers, num_ranks, num_chunks):
+        layers_by_rank.append([layer for chunk in chunks for layer in chunk])
+    return layers_by_rank
 
 
 class LinearShape(NamedTuple):
-    """One linear layer: its module name, and the sizes of `weight[out_features, in_features]`."""
+    """One linear layer: its module name, and the sizes of its weight [out_features, in_features]."""
 
     name: str
     in_features: int
@@ -182,58 +205,68 @@ class LinearShape(NamedTuple):
 
 
 def linear_layers(config: TransformerConfig) -> list[LinearShape]:
-    """Linear layers in the order of the forward pass, the output layer last.
+    """Returns the linear layers in the order of the forward pass, the output layer last.
 
-    A tied output layer is listed as well: it multiplies, although its weight is the embedding's.
+    A tied output layer is included: it has a GEMM, although its weight belongs to the embedding.
     """
-    layers = [
-        layer for i in range(config.num_layers) for layer in _block_linears(config, f"layers.{i}")
-    ]
-    return [*layers, LinearShape("output_layer", config.hidden_size, config.vocab_size)]
+    layers = []
+    for number in range(config.num_layers):
+        layers += _layer_linears(config, f"layers.{number}")
+    layers.append(LinearShape("output_layer", config.hidden_size, config.vocab_size))
+    return layers
 
 
 def norm_names(config: TransformerConfig) -> list[str]:
-    """Module names of the norms, the final one last."""
-    return [
-        *(f"layers.{i}.{name}" for i in range(config.num_layers) for name in _block_norms(config)),
-        "final_layernorm",
-    ]
+    """Returns the module names of the norms, the final norm last."""
+    names = []
+    for number in range(config.num_layers):
+        names += [f"layers.{number}.{name}" for name in _layer_norm_sizes(config)]
+    names.append("final_layernorm")
+    return names
 
 
-@lru_cache(maxsize=4)  # a search for what fits asks for those of one model some hundred times
+@functools.lru_cache(maxsize=4)  # a search for a layout that fits asks some hundred times
 def parameter_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
-    """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
+    """Returns the shape of each parameter by name. A tied weight appears as `embedding.weight` only."""
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (config.vocab_size, config.hidden_size)
     }
     if config.learned_positions:
         shapes["position_embedding.weight"] = (config.learned_positions, config.hidden_size)
-    parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
-    norms = {
-        f"layers.{i}.{name}": size
-        for i in range(config.num_layers)
-        for name, size in _block_norms(config).items()
-    }
-    for name, size in {**norms, "final_layernorm": config.hidden_size}.items():
-        shapes |= {f"{name}.{part}": (size,) for part in parts}
+
+    norm_sizes = {}
+    for number in range(config.num_layers):
+        for name, size in _layer_norm_sizes(config).items():
+            norm_sizes[f"layers.{number}.{name}"] = size
+    norm_sizes["final_layernorm"] = config.hidden_size
+    for name, size in norm_sizes.items():
+        shapes[f"{name}.weight"] = (size,)
+        if config.normalization == "LayerNorm":
+            shapes[f"{name}.bias"] = (size,)
+
     for layer in linear_layers(config):
-        if not (layer.name == "output_layer" and config.tie_embeddings):
+        is_output_layer = layer.name == "output_layer"
+        if not (is_output_layer and config.tie_embeddings):
             shapes[f"{layer.name}.weight"] = (layer.out_features, layer.in_features)
-        qkv = layer.name.endswith("linear_qkv") and config.add_qkv_bias
-        if (qkv or config.add_bias_linear) and layer.name != "output_layer":
+        has_qkv_bias = layer.name.endswith("linear_qkv") and config.add_qkv_bias
+        if (has_qkv_bias or config.add_bias_linear) and not is_output_layer:
             shapes[f"{layer.name}.bias"] = (layer.out_features,)
     return MappingProxyType(shapes)
 
 
 def parameter_counts(config: TransformerConfig) -> dict[str, int]:
-    """Parameters by kind: embedding, attention, mlp, layernorm, output_layer (0 where tied), and their total."""
+    """Returns the number of parameters by kind, and their total.
+
+    Kinds are embedding, attention, mlp, layernorm and output_layer. A tied output layer has 0.
+    """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "layernorm", "output_layer"), 0)
     for name, shape in parameter_shapes(config).items():
-        counts[_kind(name)] += prod(shape)
-    return {**counts, "total": sum(counts.values())}
+        counts[_parameter_kind(name)] += prod(shape)
+    counts["total"] = sum(counts.values())
+    return counts
 
 
-def _block_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
+def _layer_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     return [
         LinearShape(f"{prefix}.self_attention.linear_qkv", hidden, config.qkv_size),
@@ -243,45 +276,50 @@ def _block_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
     ]
 
 
-def _block_norms(config: TransformerConfig) -> dict[str, int]:
-    """The norms of one layer, by name, with their channels."""
-    before, after = config.layernorm_placement != "post", config.layernorm_placement != "pre"
-    names = [
-        name
-        for there, name in (
-            (before, "input_layernorm"),
-            (after, "post_self_attn_layernorm"),
-            (before, "pre_mlp_layernorm"),
-            (after, "post_mlp_layernorm"),
-        )
-        if there
-    ]
-    whole = config.qk_layernorm == "hidden"
-    sizes = (
-        {"q": config.query_size, "k": config.key_size}
-        if whole
-        else dict.fromkeys("qk", config.head_dim)
-    )
-    normed = {
-        f"self_attention.{part}_layernorm": size
-        for part, size in sizes.items()
-        if config.qk_layernorm != "none"
-    }
-    return {**dict.fromkeys(names, config.hidden_size), **normed}
+def _layer_norm_sizes(config: TransformerConfig) -> dict[str, int]:
+    """Returns the channels of each norm of one layer, by the norm's name."""
+    has_pre_norms = config.layernorm_placement != "post"
+    has_post_norms = config.layernorm_placement != "pre"
+    names = []
+    if has_pre_norms:
+        names.append("input_layernorm")
+    if has_post_norms:
+        names.append("post_self_attn_layernorm")
+    if has_pre_norms:
+        names.append("pre_mlp_layernorm")
+    if has_post_norms:
+        names.append("post_mlp_layernorm")
+    sizes = dict.fromkeys(names, config.hidden_size)
+    if config.qk_layernorm == "hidden":
+        sizes["self_attention.q_layernorm"] = config.query_size
+        sizes["self_attention.k_layernorm"] = config.key_size
+    elif config.qk_layernorm == "head":
+        sizes["self_attention.q_layernorm"] = config.head_dim
+        sizes["self_attention.k_layernorm"] = config.head_dim
+    return sizes
 
 
-def _kind(name: str) -> str:
+def _parameter_kind(name: str) -> str:
     if "layernorm" in name:
         return "layernorm"
     if ".self_attention." in name:
         return "attention"
     if ".mlp." in name:
         return "mlp"
-    return "embedding" if "embedding" in name else "output_layer"
+    if "embedding" in name:
+        return "embedding"
+    return "output_layer"
 
 
 class Projection(NamedTuple):
-    """One projection: the linear layer `module` whose outputs it is, or some of them, its `name` at Hugging Face, and its sizes."""
+    """One projection: a linear layer, or some of its output channels.
+
+    Attributes:
+        module: Name of the linear layer.
+        name: Name at Hugging Face, such as q_proj.
+        in_features: Input channels.
+        out_features: Output channels.
+    """
 
     module: str
     name: str
@@ -290,48 +328,58 @@ class Projection(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """What it is called in full: by our layer, and by its own name in the place of that."""
+        """Its full names: that of the layer, and that with its own name in place of the layer's."""
         parent, _, _ = self.module.rpartition(".")
         return self.module, f"{parent}.{self.name}".lstrip(".")
 
 
 @functools.cache
 def projections(config: TransformerConfig) -> tuple[Projection, ...]:
-    """Every projection, in the order of the forward pass; those of one layer in the order of its rows."""
-    parts: dict[str, list[tuple[str, int]]] = {
+    """Returns all projections in the order of the forward pass, and of the rows within a layer."""
+    fc1_parts = [("up_proj", config.ffn_hidden_size)]
+    if config.activation in GATED:
+        fc1_parts.insert(0, ("gate_proj", config.ffn_hidden_size))
+    fused_layers = {
         "linear_qkv": [
             ("q_proj", config.query_size),
             ("k_proj", config.key_size),
             ("v_proj", config.key_size),
         ],
-        "linear_fc1": (
-            [("gate_proj", config.ffn_hidden_size), ("up_proj", config.ffn_hidden_size)]
-            if config.activation in GATED
-            else [("up_proj", config.ffn_hidden_size)]
-        ),
+        "linear_fc1": fc1_parts,
     }
-    whole = {"linear_proj": "o_proj", "linear_fc2": "down_proj", "output_layer": "lm_head"}
-    found = []
+    plain_layers = {"linear_proj": "o_proj", "linear_fc2": "down_proj", "output_layer": "lm_head"}
+    result = []
     for layer in linear_layers(config):
         leaf = layer.name.rpartition(".")[2]
-        of_layer = parts.get(leaf) or [(whole[leaf], layer.out_features)]
-        found += [Projection(layer.name, name, layer.in_features, size) for name, size in of_layer]
-    return tuple(found)
+        if leaf in fused_layers:
+            parts = fused_layers[leaf]
+        else:
+            parts = [(plain_layers[leaf], layer.out_features)]
+        for name, size in parts:
+            result.append(Projection(layer.name, name, layer.in_features, size))
+    return tuple(result)
 
 
 @functools.cache
 def targeted(config: TransformerConfig, patterns: tuple[str, ...]) -> tuple[Projection, ...]:
-    """The projections that one of `patterns` names, in full or from one of its dots on."""
-    return tuple(p for p in projections(config) if any(matches(p, pattern) for pattern in patterns))
+    """Returns the projections that match one of the patterns of lora.targets."""
+    return tuple(
+        projection
+        for projection in projections(config)
+        if any(matches(projection, pattern) for pattern in patterns)
+    )
 
 
 def matches(projection: Projection, pattern: str) -> bool:
-    """Whether `pattern` names that projection, or the layer that it is part of."""
+    """Returns whether a pattern matches a projection or its layer.
+
+    The pattern covers the full name, or its end from one of the dots on.
+    """
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in projection.names
     )
 
 
-def adapter_parameters(found: Sequence[Projection], rank: int) -> int:
-    """Elements of A and B of all of them."""
-    return sum(rank * (p.in_features + p.out_features) for p in found)
+def adapter_parameters(adapted: Sequence[Projection], rank: int) -> int:
+    """Returns the number of elements of A and B of the adapters."""
+    return sum(rank * (p.in_features + p.out_features) for p in adapted)

@@ -1,16 +1,21 @@
-"""Cross entropy in chunks over tokens: float32 logits of a whole batch never exist.
+"""Cross entropy in chunks of tokens, so that float32 logits of a whole batch never exist.
 
-Logits of 8192 tokens over 128256 entries are 2 GiB in bfloat16; cast to float32, log-probabilities and gradient of all tokens at
-once take 11.7 GiB. Here the forward pass keeps the logits as they are and two float32 numbers a token: the largest logit, and the
-logarithm of the sum of exponentials beneath it. The backward pass makes log-probabilities of a chunk at a time of them, and the
-gradient in the dtype of the logits. Both are those of torch's own formula, to the bit; of a part of the vocabulary to a few units
-in the last place.
+Logits of 8192 tokens and 128256 entries take 2 GiB in bfloat16. In float32, logits, log-probabilities and
+gradients of all tokens at once take 11.7 GiB. Here the forward pass saves the logits in their own dtype
+and two float32 numbers per token:
 
-It begins at the logits of one product, not at the hidden states: whoever multiplies the output layer (FP8, adapters, Transformer
-Engine, a part of the vocabulary) is the same as before, and so are its records and the gradient of its weight. torch 2.13's
-`F.linear_cross_entropy(options=...)` and Liger's kernel take the weight itself: they spare the 16-bit logits too, add the weight's
-gradient up in bfloat16 once a chunk, and make gradients in the forward pass, to be multiplied and rounded again in the backward
-pass.
+    largest   the largest logit
+    log_sum   log(sum(exp(logits - largest)))
+
+The backward pass computes log-probabilities and float32 gradients for one chunk at a time and stores the
+gradient in the dtype of the logits. Loss and gradient have the bits of torch's formula. Over a split
+vocabulary they differ by a few units in the last place.
+
+The function starts at the logits, not at the hidden states. The GEMM of the output layer can then run in
+any way: in FP8, with adapters, by Transformer Engine, over a part of the vocabulary. Its records and its
+weight gradient stay the same. `F.linear_cross_entropy(options=...)` of torch 2.13 and Liger's kernel take
+the weight instead. They also save the 16-bit logits, but accumulate the weight gradient in bfloat16 over
+the chunks, and compute gradients in the forward pass, which the backward pass scales and rounds again.
 """
 
 from __future__ import annotations
@@ -24,105 +29,148 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-"""A target that is left out of the mean, as in torch's cross_entropy."""
+"""Targets with this value are left out of the mean, as in torch's cross_entropy."""
 CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
-"""Logits that are in float32 at a time: as many as a CPU's cache holds, or as keep a GPU busy. Of fewer the loss is torch's."""
+"""Logits in float32 at a time: as many as fit in a CPU's cache, or keep a GPU busy."""
 
 
 class VocabularyPart(NamedTuple):
-    """The part of the vocabulary that a rank has logits of: from the entry `first` on. `largest` and `summed` reduce a tensor over
-    it and the ranks that have the other parts."""
+    """This rank's part of a vocabulary that is split over tensor-parallel ranks."""
 
     first: int
-    largest: Callable[[Tensor], Tensor]
-    summed: Callable[[Tensor], Tensor]
+    """Token id of the first logit of this rank."""
+    reduce_max: Callable[[Tensor], Tensor]
+    """Returns the elementwise maximum of a tensor over the ranks."""
+    reduce_sum: Callable[[Tensor], Tensor]
+    """Returns the sum of a tensor over the ranks."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
-    """The mean cross entropy, float32 and 0-d, of `targets` [tokens], int64, those that are -100 left out; 0 where all are.
-    `logits` [tokens, V] are of any float dtype, and of the whole vocabulary or of this rank's `part`: the mean is the same on
-    every rank.
+    """Computes the mean cross entropy.
 
-    A compiler fuses torch's own formula and makes no float32 logits of it either.
+    Args:
+        logits: [tokens, V], any float dtype: of the whole vocabulary, or of this rank's part.
+        targets: Token ids, int64 [tokens]. Targets of -100 are ignored.
+        part: This rank's part of the vocabulary. None if the logits cover the whole vocabulary.
+
+    Returns:
+        float32 [], the same on all ranks. 0 if all targets are ignored.
     """
     count = (targets != IGNORED).sum().clamp(min=1)
-    if part is None and (torch.compiler.is_compiling() or logits.numel() <= chunk(logits)):
+    # A compiler fuses torch's formula and creates no float32 logits.
+    uses_torch = torch.compiler.is_compiling() or logits.numel() <= chunk_size(logits)
+    if part is None and uses_torch:
         return F.cross_entropy(logits.float(), targets, reduction="sum") / count
     total: Tensor = _CrossEntropy.apply(logits, targets, part)
     return total / count
 
 
-def chunk(logits: Tensor) -> int:
-    """Logits that are in float32 at a time."""
-    return CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+def chunk_size(logits: Tensor) -> int:
+    """Returns the number of logits in float32 at a time."""
+    if logits.device.type == "cpu":
+        return CHUNK
+    return GPU_CHUNK
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, chunk(logits) // logits.shape[1])
-    return (slice(i, i + rows) for i in range(0, len(logits), rows))
+    """Yields the rows of each chunk."""
+    rows = max(1, chunk_size(logits) // logits.shape[1])
+    for start in range(0, len(logits), rows):
+        yield slice(start, start + rows)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Logits [tokens, V] and targets [tokens] to the sum of losses, float32 and 0-d."""
+    """Sum of the losses, float32 [], of logits [tokens, V] and targets [tokens]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
-        ignored, local = targets == IGNORED, targets - (part.first if part else 0)
-        # Of the whole vocabulary a target outside of it is for `gather` to refuse, as torch's own formula does.
-        elsewhere = (
-            ignored | ((local < 0) | (local >= logits.shape[1])) if part else ignored
-        ).unsqueeze(1)
-        row = local.unsqueeze(1).masked_fill(elsewhere, 0)
-        largest, log_sum = (
-            torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device) for _ in range(2)
-        )
+        num_tokens, num_entries = logits.shape
+        is_ignored = targets == IGNORED
+        local_targets = targets
+        is_missing = is_ignored
+        if part is not None:
+            local_targets = targets - part.first
+            is_missing = is_ignored | (local_targets < 0) | (local_targets >= num_entries)
+        # Over the whole vocabulary `gather` raises an error for an invalid target, as torch does.
+        is_missing = is_missing.unsqueeze(1)
+        columns = local_targets.unsqueeze(1).masked_fill(is_missing, 0)
+
+        largest = torch.empty(num_tokens, 1, dtype=torch.float32, device=logits.device)
+        log_sum = torch.empty(num_tokens, 1, dtype=torch.float32, device=logits.device)
         for tokens in _chunks(logits):
-            largest[tokens], at = logits[tokens].max(1, keepdim=True)
-            log_sum[tokens] = logits[tokens].float().log_softmax(1).gather(1, at)
+            largest[tokens], index = logits[tokens].max(1, keepdim=True)
+            # The log-probability of the largest logit is -log_sum.
+            log_sum[tokens] = logits[tokens].float().log_softmax(1).gather(1, index)
         log_sum.neg_()
-        of_target = logits.gather(1, row).float()
+
+        target_logits = logits.gather(1, columns).float()
         if part is None:
-            of_target = of_target - largest
+            target_logits = target_logits - largest
         else:
-            own, largest = largest, part.largest(largest)
-            shares = (
-                (log_sum + (own - largest)).exp(),
-                (of_target - largest).masked_fill(elsewhere, 0.0),
-            )
-            sums, of_target = part.summed(torch.cat(shares, 1)).chunk(2, 1)
-            log_sum = sums.log()
-        ctx.save_for_backward(logits, row, elsewhere, ignored.unsqueeze(1), largest, log_sum)
-        ctx.whole = part is None
-        return F.nll_loss(of_target - log_sum, torch.where(ignored, IGNORED, 0), reduction="sum")
+            local_largest = largest
+            largest = part.reduce_max(local_largest)
+            local_sum = (log_sum + (local_largest - largest)).exp()
+            # Only the rank with the target's logit adds it.
+            target_logits = (target_logits - largest).masked_fill(is_missing, 0.0)
+            sums = part.reduce_sum(torch.cat((local_sum, target_logits), 1))
+            total, target_logits = sums.chunk(2, 1)
+            log_sum = total.log()
+        ctx.save_for_backward(
+            logits, columns, is_missing, is_ignored.unsqueeze(1), largest, log_sum
+        )
+        ctx.is_split = part is not None
+        log_probabilities = target_logits - log_sum
+        return F.nll_loss(log_probabilities, torch.where(is_ignored, IGNORED, 0), reduction="sum")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        logits, row, elsewhere, ignored, largest, log_sum = ctx.saved_tensors
-        each, of_target = torch.where(ignored, 0.0, g), torch.where(elsewhere, 0.0, -g)
-        made = torch.empty_like(logits)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        logits, columns, is_missing, is_ignored, largest, log_sum = ctx.saved_tensors
+        grad_loss = torch.where(is_ignored, 0.0, grad_output)
+        grad_target = torch.where(is_missing, 0.0, -grad_output)
+        grad_logits = torch.empty_like(logits)
         for tokens in _chunks(logits):
-            own = (t[tokens] for t in (logits, largest, log_sum, row, each, of_target))
-            made[tokens] = _gradient(ctx.whole, *own)
-        return made, None, None
+            grad_logits[tokens] = _logits_gradient(
+                logits[tokens],
+                largest[tokens],
+                log_sum[tokens],
+                columns[tokens],
+                grad_loss[tokens],
+                grad_target[tokens],
+                ctx.is_split,
+            )
+        return grad_logits, None, None
 
 
-def _gradient(
-    whole: bool,
+def _logits_gradient(
     logits: Tensor,
     largest: Tensor,
     log_sum: Tensor,
-    row: Tensor,
-    each: Tensor,
-    of_target: Tensor,
+    columns: Tensor,
+    grad_loss: Tensor,
+    grad_target: Tensor,
+    is_split: bool,
 ) -> Tensor:
-    """The gradient, float32, of `logits` [n, V], whose losses have gradients `each` [n, 1], with `of_target` [n, 1] added in column
-    `row`. Of the `whole` vocabulary torch's own kernel makes it, with the same bits as of all tokens at once.
+    """Computes the gradient of a chunk of logits: grad_loss * softmax(logits) + grad_target.
+
+    Args:
+        logits: [n, V].
+        largest: Over the whole vocabulary, float32 [n, 1].
+        log_sum: Over the whole vocabulary, float32 [n, 1].
+        columns: Column of each target, int64 [n, 1].
+        grad_loss: Gradient of each token's loss, 0 if it is ignored, float32 [n, 1].
+        grad_target: Added in the target's column, -grad_loss, or 0 if another rank has the target.
+        is_split: Whether the logits are a part of the vocabulary.
+
+    Returns:
+        float32 [n, V].
     """
     log_probabilities = (logits.float() - largest).sub_(log_sum)
-    if whole:
-        losses = torch.zeros_like(log_probabilities).scatter_(1, row, of_target)
-        return torch.ops.aten._log_softmax_backward_data(  # type: ignore[no-any-return]
-            losses, log_probabilities, 1, torch.float32
-        )
-    return log_probabilities.exp_().mul_(each).scatter_add_(1, row, of_target)
+    if is_split:
+        gradient = log_probabilities.exp_().mul_(grad_loss)
+        return gradient.scatter_add_(1, columns, grad_target)
+    # torch's own kernel, for the bits of torch's cross_entropy.
+    grad_log_probabilities = torch.zeros_like(log_probabilities).scatter_(1, columns, grad_target)
+    return torch.ops.aten._log_softmax_backward_data(  # type: ignore[no-any-return]
+        grad_log_probabilities, log_probabilities, 1, torch.float32
+    )

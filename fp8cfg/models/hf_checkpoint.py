@@ -1,7 +1,10 @@
-"""Hugging Face checkpoint: safetensors in one file or sharded, read tensor by tensor; FP8 weights are dequantized as they are read.
+"""Hugging Face checkpoints: reads safetensors, one file or shards, tensor by tensor.
 
-A float8_e4m3fn weight has its scales beside it, in float32: `weight_scale_inv` for each 128x128 block or for the whole
-(DeepSeek-V3, transformers' `fp8`), or `weight_scale` for the whole or for each row (compressed-tensors). Either multiplies.
+FP8 weights are dequantized as they are read. A float8_e4m3fn weight has float32 scales next to it, which
+multiply it:
+
+    weight_scale_inv   per 128x128 block, or one per tensor (DeepSeek-V3, transformers' `fp8`)
+    weight_scale       per row, or one per tensor (compressed-tensors)
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8cfg.models.config import GATED, TransformerConfig, parameter_shapes
-from fp8cfg.models.weight_files import INDEX, WHOLE, no_weights
+from fp8cfg.models.weight_files import INDEX, SINGLE_FILE, missing_weights
 from fp8cfg.models.weight_init import TensorShard, local_parts
 
 Shapes = dict[str, tuple[int, ...]]
@@ -33,319 +36,443 @@ LLAMA = {
     "layers.{}.mlp.linear_fc1": (f"{_LAYER}mlp.gate_proj", f"{_LAYER}mlp.up_proj"),
     "layers.{}.mlp.linear_fc2": (f"{_LAYER}mlp.down_proj",),
 }
-"""Llama's modules, ours with theirs."""
+"""Llama's modules, our names with theirs."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family lays out its weights: the `names` of modules, ours with theirs and `{}` for a layer's number; whether linear
-    weights are transposed (`conv1d`); and whether norms are `centered`, differences from 1, None where as ours are.
+    """How transformers lays out the weights of a model family.
+
+    Attributes:
+        names: Our module names with theirs. `{}` is the number of a layer.
+        conv1d: Whether linear weights are transposed, as in GPT-2's Conv1D.
+        centered: Whether norm weights are differences from 1. None means as in our model.
     """
 
     names: Mapping[str, tuple[str, ...]]
     conv1d: bool = False
     centered: bool | None = None
 
-    def parts(self, config: TransformerConfig) -> dict[str, Shapes]:
-        """Our names, each with the names and shapes of what makes it up at Hugging Face."""
+    def hf_shapes(self, config: TransformerConfig) -> dict[str, Shapes]:
+        """Returns the Hugging Face tensors of each of our parameters, names with shapes."""
         return {
-            name: self._of(name, shape, config) for name, shape in parameter_shapes(config).items()
+            name: self._hf_shapes(name, shape, config)
+            for name, shape in parameter_shapes(config).items()
         }
 
-    def _of(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> Shapes:
+    def _hf_shapes(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> Shapes:
         module, _, leaf = name.rpartition(".")
-        at, number = module, ""
+        key, number = module, ""
         if module.startswith("layers."):
-            _, number, rest = module.split(".", 2)
-            at = f"layers.{{}}.{rest}"
-        names = self.names[at]
+            _, number, suffix = module.split(".", 2)
+            key = f"layers.{{}}.{suffix}"
+        hf_modules = self.names[key]
         rows: Sequence[int] = shape[:1]
-        if len(names) == 3:
+        if len(hf_modules) == 3:  # queries, keys, values
             rows = (config.query_size, config.key_size, config.key_size)
-        elif len(names) == 2:
+        elif len(hf_modules) == 2:  # gate and up projection
             rows = (config.ffn_hidden_size, config.ffn_hidden_size)
-        shapes = [(count, *shape[1:]) for count in rows]
-        if self.transposes(name):
-            shapes = [shape[::-1] for shape in shapes]
-        return dict(
-            zip((f"{theirs.format(number)}.{leaf}" for theirs in names), shapes, strict=True)
-        )
+        shapes = {}
+        for hf_module, num_rows in zip(hf_modules, rows, strict=True):
+            hf_shape = (num_rows, *shape[1:])
+            if self.transposes(name):
+                hf_shape = hf_shape[::-1]
+            shapes[f"{hf_module.format(number)}.{leaf}"] = hf_shape
+        return shapes
 
     def transposes(self, name: str) -> bool:
-        """Whether the weight that we call `name` is transposed."""
+        """Returns whether transformers stores our parameter `name` transposed."""
         return self.conv1d and ".linear_" in name and name.endswith(".weight")
 
     def shift(self, name: str, config: TransformerConfig) -> float:
-        """What a norm's weight is more in the checkpoint than here."""
+        """Returns the difference of a norm weight in the checkpoint and in our model: -1, 0 or 1."""
         if self.centered is None or not name.endswith("layernorm.weight"):
             return 0.0
         return float(config.layernorm_zero_centered_gamma) - float(self.centered)
 
-    def fuse(self, name: str, parts: list[Tensor], config: TransformerConfig) -> Tensor:
-        """Our parameter of theirs."""
+    def fuse(self, name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+        """Makes our parameter `name` from Hugging Face's tensors, in the order of `hf_shapes`."""
         if self.transposes(name):
-            parts = [part.T for part in parts]
+            tensors = [tensor.T for tensor in tensors]
         if ".linear_qkv." in name:
-            if len(parts) == 1:
-                parts = list(
-                    parts[0].split_with_sizes((config.query_size, config.key_size, config.key_size))
-                )
-            return torch.cat([_by_group(part, config) for part in parts], dim=1).flatten(0, 2)
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if len(tensors) == 1:  # GPT-2 has one matrix: all queries, all keys, all values
+                sizes = (config.query_size, config.key_size, config.key_size)
+                tensors = list(tensors[0].split_with_sizes(sizes))
+            # Our rows alternate: queries, key and value of the first group, then of the second.
+            groups = [_split_heads(tensor, config) for tensor in tensors]
+            return torch.cat(groups, dim=1).flatten(0, 2)
+        # torch.cat of one tensor would copy it.
+        fused = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         shift = self.shift(name, config)
-        return (whole.float() - shift).to(whole.dtype) if shift else whole
+        if shift:
+            return (fused.float() - shift).to(fused.dtype)
+        return fused
 
-    def split(self, name: str, ours: Tensor, config: TransformerConfig, count: int) -> list[Tensor]:
-        """Their `count` tensors of our parameter."""
-        parts = [ours]
+    def split(
+        self, name: str, tensor: Tensor, config: TransformerConfig, num_tensors: int
+    ) -> list[Tensor]:
+        """Splits our parameter `name` into Hugging Face's tensors, in the order of `hf_shapes`.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Its value.
+            config: The model's shapes.
+            num_tensors: Number of Hugging Face's tensors.
+        """
+        tensors = [tensor]
+        shift = self.shift(name, config)
         if ".linear_qkv." in name:
-            groups = _by_group(ours, config).split_with_sizes((config.heads_per_group, 1, 1), dim=1)
-            parts = [part.flatten(0, 2) for part in groups]
-            parts = parts if count == 3 else [torch.cat(parts)]
+            heads = (config.heads_per_group, 1, 1)
+            groups = _split_heads(tensor, config).split_with_sizes(heads, dim=1)
+            tensors = [group.flatten(0, 2) for group in groups]
+            if num_tensors != 3:
+                tensors = [torch.cat(tensors)]
         elif ".linear_fc1." in name and config.activation in GATED:
-            parts = list(ours.chunk(2))
-        elif shift := self.shift(name, config):
-            parts = [(ours.float() + shift).to(ours.dtype)]
-        return [part.T.contiguous() for part in parts] if self.transposes(name) else parts
+            tensors = list(tensor.chunk(2))
+        elif shift:
+            tensors = [(tensor.float() + shift).to(tensor.dtype)]
+        if self.transposes(name):
+            tensors = [part.T.contiguous() for part in tensors]
+        return tensors
 
 
 def from_hf(
     state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)
 ) -> dict[str, Tensor]:
-    """A state dict for `Transformer(config)` from one of transformers' model, by default of `LlamaForCausalLM`.
+    """Converts a state dict of a transformers model for `Transformer(config)`.
 
-    Dtypes are kept. Under `tie_embeddings`, `lm_head.weight` may be absent. Raises ValueError for missing and
-    unexpected names, for shapes that are not the config's, and for a tied `lm_head` that differs from the embedding.
+    Args:
+        state_dict: The state dict. With `tie_embeddings`, `lm_head.weight` may be missing.
+        config: The model's shapes.
+        layout: The family's layout. Default that of `LlamaForCausalLM`.
+
+    Returns:
+        Our state dict, with the dtypes of `state_dict`.
+
+    Raises:
+        ValueError: Names are missing or unexpected, shapes differ from the config, or a tied `lm_head`
+            differs from the embedding.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    one = hf_reader(shapes, state_dict.__getitem__, config, layout)
-    ours = {name: one(name) for name in parameter_shapes(config)}
+    read_parameter = parameter_reader(shapes, state_dict.__getitem__, config, layout)
+    parameters = {name: read_parameter(name) for name in parameter_shapes(config)}
     if config.tie_embeddings:
-        ours["output_layer.weight"] = ours["embedding.weight"]
-    return ours
-
-
-def hf_reader(
-    given: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
-    config: TransformerConfig,
-    layout: Layout,
-) -> Callable[[str], Tensor]:
-    """What gives each parameter of `Transformer(config)` by name, made of what `read` gives for their names; `given` has the shapes
-    that there are. Raises ValueError as `from_hf` does."""
-    parts, shapes = layout.parts(config), dict(given)
-    head, embedding = (
-        f"{layout.names['output_layer'][0]}.weight",
-        f"{layout.names['embedding'][0]}.weight",
-    )
-    tied_head = config.tie_embeddings and shapes.pop(head, None) is not None
-    # Llama 2 checkpoints carry the rotary frequencies as buffers, GPT-2's the causal mask; here they follow from the config.
-    buffers = ("rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(buffers)}
-    _check(shapes, {theirs: shape for named in parts.values() for theirs, shape in named.items()})
-    if tied_head and not torch.equal(read(head), read(embedding)):
-        raise ValueError(f"{head} differs from {embedding}, but tie_embeddings is true")
-    return lambda name: layout.fuse(name, [read(theirs) for theirs in parts[name]], config)
+        parameters["output_layer.weight"] = parameters["embedding.weight"]
+    return parameters
 
 
 def to_hf(
     state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)
 ) -> dict[str, Tensor]:
-    """The inverse of `from_hf`: a state dict for transformers' model, without `lm_head.weight` where it is tied.
+    """Converts a state dict of `Transformer(config)` for transformers. The inverse of `from_hf`.
 
-    Raises ValueError for missing and unexpected names and for shapes that are not the config's.
+    Args:
+        state_dict: Our state dict.
+        config: The model's shapes.
+        layout: The family's layout. Default that of `LlamaForCausalLM`.
+
+    Returns:
+        The state dict, without `lm_head.weight` if it is tied.
+
+    Raises:
+        ValueError: Names are missing or unexpected, or shapes differ from the config.
     """
-    given = dict(state_dict)
+    parameters = dict(state_dict)
     if config.tie_embeddings:
-        given.pop("output_layer.weight", None)
-    _check({name: tuple(tensor.shape) for name, tensor in given.items()}, parameter_shapes(config))
-    theirs: dict[str, Tensor] = {}
-    for name, named in layout.parts(config).items():
-        theirs.update(zip(named, layout.split(name, given[name], config, len(named)), strict=True))
-    return theirs
-
-
-def _by_group(weight: Tensor, config: TransformerConfig) -> Tensor:
-    """[rows, ...] as [groups, heads, head_dim, ...]."""
-    return weight.reshape(config.num_query_groups, -1, config.head_dim, *weight.shape[1:])
-
-
-def _check(given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    differences = {
-        "missing": expected.keys() - given.keys(),
-        "unexpected": given.keys() - expected.keys(),
-    }
-    if any(differences.values()):
-        said = [
-            f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names
-        ]
-        raise ValueError(f"not the weights of this model: {'; '.join(said)}")
-    for name, shape in expected.items():
-        if given[name] != shape:
-            raise ValueError(f"{name} has shape {list(given[name])}, the config says {list(shape)}")
-
-
-def _some(names: Set[str], limit: int = 4) -> str:
-    return ", ".join(sorted(names)[:limit]) + (", ..." if len(names) > limit else "")
-
-
-SCALES = ("_scale_inv", "_scale")
-IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
-METHODS = {"fp8", "compressed-tensors"}
-CONFIG = "config.json"
-MAX_BYTES = 1 << 26
-"""A larger index is none."""
-
-
-class Checkpoint:
-    """The tensors of a folder. Raises ValueError for a folder without safetensors, an index that does not fit, or a quantization
-    other than those above."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.opened = {name: self._open(name) for name in self._files()}
-        self.where: dict[str, Any] = {
-            tensor: file
-            for file in self.opened.values()
-            for tensor in file.keys()  # noqa: SIM118, safetensors' file is no mapping
-        }
-        self.block = self._block()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight by name; of scales none."""
-        return {
-            name: tuple(file.get_slice(name).get_shape())
-            for name, file in self.where.items()
-            if not name.endswith(IGNORED)
-        }
-
-    def read(self, name: str) -> Tensor:
-        """A weight, on the CPU: in its dtype, or in float32 where it is quantized."""
-        tensor: Tensor = self.where[name].get_tensor(name)
-        if not tensor.is_floating_point() or tensor.dtype.itemsize > 1:
-            return _finite(name, tensor)
-        scales = [name + end for end in SCALES if name + end in self.where]
-        if tensor.dtype != torch.float8_e4m3fn or not scales:
-            raise ValueError(
-                f"{name}: {str(tensor.dtype).removeprefix('torch.')} without scales that are known"
-            )
-        return _finite(
-            name,
-            dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block),
-        )
-
-    def _files(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
-            where = json_object(self.folder, INDEX).get("weight_map")
-            files = list(where.values()) if isinstance(where, dict) else []
-            if strange := [
-                name
-                for name in files
-                if not isinstance(name, str) or not name or Path(name).name != name
-            ]:
-                raise ValueError(f"{INDEX}: {str(strange[0])[:60]!r} is no file of this folder")
-            if not files:
-                raise ValueError(f"{INDEX}: has no weight_map, which says what is in which file")
-            return sorted(set(files))
-        if (self.folder / WHOLE).is_file():
-            return [WHOLE]
-        raise ValueError(no_weights(self.folder))
-
-    def _open(self, name: str) -> Any:
-        path = self.folder / name
-        try:
-            if path.exists() and not path.is_file():
-                raise OSError("is no file")  # a pipe would be waited for
-            return safe_open(path, framework="pt")
-        except (OSError, ValueError, SafetensorError) as e:
-            raise ValueError(f"{name[:60]} cannot be read ({e})") from None
-
-    def _block(self) -> tuple[int, int] | None:
-        said = (
-            json_object(self.folder, CONFIG).get("quantization_config")
-            if (self.folder / CONFIG).is_file()
-            else None
-        )
-        method = said.get("quant_method") if isinstance(said, dict) else said
-        if said and (not isinstance(method, str) or method not in METHODS):
-            raise ValueError(
-                f"quant_method={method}: not read here; {' and '.join(sorted(METHODS))} are"
-            )
-        block = (said or {}).get("weight_block_size") or (128, 128)
-        if (
-            not isinstance(block, (list, tuple))
-            or len(block) != 2
-            or any(type(size) is not int or size < 1 for size in block)
-        ):
-            raise ValueError(f"weight_block_size={block}: expected two whole numbers")
-        return block[0], block[1]
-
-
-def json_object(folder: Path, name: str) -> dict[str, Any]:
-    """The file `name` of a folder that somebody else wrote. Raises ValueError for one that is no JSON object."""
-    try:
-        with (folder / name).open("rb") as file:
-            said = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{name} cannot be read ({e})") from None
-    if not isinstance(said, dict):
-        raise ValueError(f"{name} is no JSON object")
-    return said
-
-
-def _finite(name: str, weight: Tensor) -> Tensor:
-    """`weight`, unless it holds what no training goes on from."""
-    if not weight.is_floating_point():
-        raise ValueError(
-            f"{name}: {str(weight.dtype).removeprefix('torch.')} is no dtype of weights"
-        )
-    if not weight.isfinite().all():
-        raise ValueError(f"{name}: has values that are not finite")
-    return weight
-
-
-def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """`weight` float8 [rows, columns] x `scale`, in float32: one for the whole, one for each row [rows, 1], or one for each block.
-    Raises ValueError where the scales fit none of these."""
-    if weight.dim() != 2:
-        raise ValueError(
-            f"a weight of {weight.dim()} dimension{'s' * (weight.dim() != 1)} in FP8: not read here"
-        )
-    wide, (rows, columns) = weight.float(), weight.shape
-    if scale.numel() == 1 or tuple(scale.shape) == (rows, 1):
-        return wide * scale.reshape(-1, 1)
-    if block and tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
-        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
-            :, :columns
-        ]
-        return wide.mul_(spread)
-    raise ValueError(f"scales {list(scale.shape)} fit no weight of {rows} x {columns}")
-
-
-def reader(config: TransformerConfig, folder: Path, layout: Layout) -> Callable[[str], Tensor]:
-    """What reads each parameter of a Transformer of `config` by name from `folder`. It and its calls raise ValueError as Checkpoint
-    and `hf.reader` do."""
-    checkpoint = Checkpoint(folder)
-    return hf_reader(checkpoint.shapes, checkpoint.read, config, layout)
+        parameters.pop("output_layer.weight", None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    _check_shapes(shapes, parameter_shapes(config))
+    hf_state: dict[str, Tensor] = {}
+    for name, hf_shapes in layout.hf_shapes(config).items():
+        tensors = layout.split(name, parameters[name], config, len(hf_shapes))
+        hf_state.update(zip(hf_shapes, tensors, strict=True))
+    return hf_state
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: Layout) -> None:
-    """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
-    of ours at a time. Raises ValueError as `reader` does."""
-    one, parameters = reader(config, folder, layout), dict(model.named_parameters())
+    """Reads a checkpoint into a model, one full parameter at a time.
+
+    Args:
+        model: A Transformer. Ranks with parts of parameters load their parts.
+        config: The model's shapes.
+        folder: The checkpoint.
+        layout: The family's layout.
+
+    Raises:
+        ValueError: See `checkpoint_reader`.
+    """
+    read_parameter = checkpoint_reader(config, folder, layout)
+    parameters = dict(model.named_parameters())
     shards: Mapping[str, TensorShard] = getattr(model, "shards", {})
     for name in parameter_shapes(config):
-        tensor = one(name)
-        for part, first in local_parts(parameters[name], shards.get(name)):
+        tensor = read_parameter(name)
+        for part, offset in local_parts(parameters[name], shards.get(name)):
             if part.numel():
-                part.copy_(
-                    tensor[
-                        tuple(
-                            slice(start, start + size)
-                            for start, size in zip(first, part.shape, strict=True)
-                        )
-                    ]
-                )
+                slices = [
+                    slice(start, start + size)
+                    for start, size in zip(offset, part.shape, strict=True)
+                ]
+                part.copy_(tensor[tuple(slices)])
         del tensor  # before the next one is read
+
+
+def checkpoint_reader(
+    config: TransformerConfig, folder: Path, layout: Layout
+) -> Callable[[str], Tensor]:
+    """Returns a function that reads one of our parameters from a checkpoint by its name.
+
+    Args:
+        config: The model's shapes.
+        folder: The checkpoint.
+        layout: The family's layout.
+
+    Raises:
+        ValueError: See `Checkpoint` and `parameter_reader`. The function raises it, too.
+    """
+    checkpoint = Checkpoint(folder)
+    return parameter_reader(checkpoint.shapes, checkpoint.read, config, layout)
+
+
+def parameter_reader(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    config: TransformerConfig,
+    layout: Layout,
+) -> Callable[[str], Tensor]:
+    """Returns a function that makes one of our parameters, by its name, from Hugging Face's tensors.
+
+    Args:
+        shapes: Shapes of Hugging Face's tensors by name.
+        read: Reads one of these tensors.
+        config: The model's shapes.
+        layout: The family's layout.
+
+    Raises:
+        ValueError: See `from_hf`.
+    """
+    hf_shapes = layout.hf_shapes(config)
+    head = f"{layout.names['output_layer'][0]}.weight"
+    embedding = f"{layout.names['embedding'][0]}.weight"
+    # Llama 2 checkpoints have the rotary frequencies as buffers, GPT-2's the causal mask. Here both
+    # follow from the config.
+    buffers = ("rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+    weights = {name: shape for name, shape in shapes.items() if not name.endswith(buffers)}
+    has_tied_head = config.tie_embeddings and head in weights
+    if has_tied_head:
+        del weights[head]
+    expected: Shapes = {}
+    for tensors in hf_shapes.values():
+        expected.update(tensors)
+    _check_shapes(weights, expected)
+    if has_tied_head and not torch.equal(read(head), read(embedding)):
+        raise ValueError(f"{head} differs from {embedding}, but tie_embeddings is true")
+
+    def read_parameter(name: str) -> Tensor:
+        tensors = [read(hf_name) for hf_name in hf_shapes[name]]
+        return layout.fuse(name, tensors, config)
+
+    return read_parameter
+
+
+def _split_heads(weight: Tensor, config: TransformerConfig) -> Tensor:
+    """Views rows of heads [rows, ...] as [groups, heads of a group, head_dim, ...]."""
+    return weight.reshape(config.num_query_groups, -1, config.head_dim, *weight.shape[1:])
+
+
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ValueError if names or shapes differ from the expected ones."""
+    differences = []
+    missing = expected.keys() - shapes.keys()
+    if missing:
+        differences.append(f"{len(missing)} missing: {_list_names(missing)}")
+    unexpected = shapes.keys() - expected.keys()
+    if unexpected:
+        differences.append(f"{len(unexpected)} unexpected: {_list_names(unexpected)}")
+    if differences:
+        raise ValueError(f"not the weights of this model: {'; '.join(differences)}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{name} has shape {list(shapes[name])}, the config says {list(shape)}"
+            )
+
+
+def _list_names(names: Set[str], limit: int = 4) -> str:
+    text = ", ".join(sorted(names)[:limit])
+    if len(names) > limit:
+        text += ", ..."
+    return text
+
+
+SCALES = ("_scale_inv", "_scale")
+# Tensors without a parameter here. Scales of activations serve inference engines.
+IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+METHODS = {"fp8", "compressed-tensors"}
+CONFIG = "config.json"
+# A JSON file is read up to this size, so that a wrong file cannot fill the memory.
+MAX_JSON_BYTES = 1 << 26
+
+
+class Checkpoint:
+    """The weights of a folder with safetensors files.
+
+    Files are opened at once and memory-mapped; tensors are read on demand.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the files of a folder.
+
+        Raises:
+            ValueError: The folder has no safetensors, a damaged file or index, or a quantization that
+                is not supported.
+        """
+        self.folder = folder
+        self.files: dict[str, Any] = {}  # the open file of each tensor
+        for name in self._file_names():
+            file = self._open(name)
+            # safetensors' file is no mapping, so it must be asked for its keys.
+            for tensor in file.keys():  # noqa: SIM118
+                self.files[tensor] = file
+        self._block = self._read_block_size()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by name, without scales."""
+        return {
+            name: tuple(file.get_slice(name).get_shape())
+            for name, file in self.files.items()
+            if not name.endswith(IGNORED)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Reads a weight to the CPU, in its dtype. FP8 weights are dequantized to float32.
+
+        Raises:
+            ValueError: The weight has values that are not finite, no float dtype, or FP8 without
+                supported scales.
+        """
+        tensor: Tensor = self.files[name].get_tensor(name)
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            scale_names = [name + suffix for suffix in SCALES if name + suffix in self.files]
+            if tensor.dtype != torch.float8_e4m3fn or not scale_names:
+                raise ValueError(f"{name}: {_dtype_name(tensor)} without supported scales")
+            scale = self.files[scale_names[0]].get_tensor(scale_names[0])
+            tensor = dequantize(tensor, scale.float(), self._block)
+        _check_values(name, tensor)
+        return tensor
+
+    def _file_names(self) -> list[str]:
+        if (self.folder / INDEX).is_file():
+            weight_map = read_json_object(self.folder, INDEX).get("weight_map")
+            files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+            for name in files:
+                # An index from the Hub could point outside the folder.
+                if not isinstance(name, str) or not name or Path(name).name != name:
+                    raise ValueError(f"{INDEX}: {str(name)[:60]!r} is not a file of this folder")
+            if not files:
+                raise ValueError(
+                    f"{INDEX}: has no weight_map, so the files of the tensors are unknown"
+                )
+            return sorted(set(files))
+        if (self.folder / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        raise ValueError(missing_weights(self.folder))
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        try:
+            # Opening a pipe would block.
+            if path.exists() and not path.is_file():
+                raise OSError("not a regular file")
+            return safe_open(path, framework="pt")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(f"{name[:60]} cannot be read ({error})") from None
+
+    def _read_block_size(self) -> tuple[int, int]:
+        """Returns rows and columns of the blocks of scales, from config.json."""
+        quantization = None
+        if (self.folder / CONFIG).is_file():
+            quantization = read_json_object(self.folder, CONFIG).get("quantization_config")
+        if not quantization:
+            return 128, 128
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        if not isinstance(method, str) or method not in METHODS:
+            raise ValueError(
+                f"quant_method={method}: not supported; use a checkpoint with one of"
+                f" {', '.join(sorted(METHODS))}, or in high precision"
+            )
+        if not isinstance(quantization, dict):
+            return 128, 128
+        block = quantization.get("weight_block_size") or (128, 128)
+        is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+        if not is_pair or any(type(size) is not int or size < 1 for size in block):
+            raise ValueError(f"weight_block_size={block}: expected two whole numbers")
+        return block[0], block[1]
+
+
+def read_json_object(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a folder from elsewhere.
+
+    Raises:
+        ValueError: The file can't be read, or is not a JSON object.
+    """
+    try:
+        with (folder / name).open("rb") as file:
+            data = json.loads(file.read(MAX_JSON_BYTES))
+    # Deeply nested lists exceed Python's recursion limit.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    return data
+
+
+def _check_values(name: str, weight: Tensor) -> None:
+    """Raises ValueError for a weight that training cannot start from."""
+    if not weight.is_floating_point():
+        raise ValueError(f"{name}: {_dtype_name(weight)} is not a dtype of weights")
+    if not weight.isfinite().all():
+        raise ValueError(f"{name}: has values that are not finite")
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Multiplies an FP8 weight by its scales.
+
+    Args:
+        weight: float8 [rows, columns].
+        scale: float32: one value, [rows, 1], or [row blocks, column blocks].
+        block: Rows and columns of a block.
+
+    Returns:
+        float32 [rows, columns].
+
+    Raises:
+        ValueError: The weight is no matrix, or the scales have another shape.
+    """
+    if weight.dim() != 2:
+        raise ValueError(
+            f"FP8 weight with shape {list(weight.shape)} is not supported; only matrices are"
+        )
+    rows, columns = weight.shape
+    wide = weight.float()
+    if scale.numel() == 1 or tuple(scale.shape) == (rows, 1):
+        return wide * scale.reshape(-1, 1)
+    if block:
+        # Rounded up: the last blocks may be cut off.
+        num_blocks = (-(-rows // block[0]), -(-columns // block[1]))
+        if tuple(scale.shape) == num_blocks:
+            # Cut before the second repeat, for memory.
+            scale_rows = scale.repeat_interleave(block[0], 0)[:rows]
+            return wide.mul_(scale_rows.repeat_interleave(block[1], 1)[:, :columns])
+    raise ValueError(
+        f"scales of shape {list(scale.shape)} do not fit a weight of {rows} x {columns}"
+    )

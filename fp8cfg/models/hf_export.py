@@ -1,9 +1,9 @@
-"""Hugging Face export: the weights of a Transformer as sharded safetensors, in BF16, FP16 or FP32, or with FP8 linear weights and their
-scales.
+"""Hugging Face export: writes a Transformer's weights as sharded safetensors.
 
-FP8 is transformers' `fp8` layout, DeepSeek-V3's: beside each float8_e4m3fn `weight` a float32 `weight_scale_inv` that multiplies,
-for blocks of 128x128 or for the whole. Scales of blocks are powers of two, so that weights that were held in FP8 under such scales
-are written without rounding, however the rows of the two layouts differ.
+Weights are BF16, FP16 or FP32, or linear weights are FP8 with scales. FP8 has the layout of DeepSeek-V3 and
+of transformers' `fp8`: next to each float8_e4m3fn `weight` a float32 `weight_scale_inv` that multiplies
+it, per 128x128 block or per tensor. Block scales are powers of two. So weights that were trained in FP8
+with such scales are exported without rounding, although the rows of the two layouts differ.
 """
 
 from __future__ import annotations
@@ -15,237 +15,284 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.hf_checkpoint import Layout
-from fp8cfg.models.weight_files import INDEX, WHOLE
+from fp8cfg.models.weight_files import INDEX, SINGLE_FILE
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
+# safetensors' names. Tensors are stored in this order, so wide types come first and stay aligned.
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""In the order in which their tensors stand."""
 CHUNK = 1 << 26
 """Bytes of a tensor that are copied to the CPU at a time."""
+BLOCK, E4M3_MAX = 128, 448.0
+MAX_FILE_BYTES = 5 * 10**9
+"""Size of a file, about."""
+Weight = tuple[Tensor, Tensor | None]
+"""A parameter, and the scale [] of an E4M3 weight with one scale per tensor, which multiplies it."""
 
 
 class WeightOverflow(Exception):
-    """A weight has larger values than the dtype it is to be written in."""
+    """A weight has larger values than the dtype of the export."""
 
 
-def nbytes(form: Form) -> int:
-    """Bytes of a tensor."""
-    return form[0].itemsize * prod(form[1])
-
-
-class SafetensorsFile:
-    """The new file `path` of tensors of these `forms` by name, each of which is to be written once, in any order; `size` is in
-    bytes."""
-
-    def __init__(self, path: Path, forms: Mapping[str, Form]) -> None:
-        order = list(DTYPES)
-        names = sorted(forms, key=lambda name: (order.index(forms[name][0]), name))
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at, begins = 0, dict[str, int]()
-        for name in names:
-            (dtype, shape), begins[name] = forms[name], at
-            at += nbytes(forms[name])
-            entries[name] = {
-                "dtype": DTYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [begins[name], at],
-            }
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.path, self.size, self._forms = path, 8 + len(text) + at, dict(forms)
-        self._begins = {name: 8 + len(text) + begin for name, begin in begins.items()}
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write the tensor `name`. Raises OSError."""
-        assert (tensor.dtype, tuple(tensor.shape)) == self._forms[name], name
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        with self.path.open("r+b") as file:
-            file.seek(self._begins[name])
-            for chunk in torch.split(data, CHUNK):
-                file.write(chunk.cpu().numpy().data)
-
-
-BLOCK, LARGEST = 128, 448.0
-SHARD = 5 * 10**9
-"""Bytes of a file, about."""
-Weight = tuple[Tensor, Tensor | None]
-"""A parameter, and the scale [] that multiplies it where it is held in E4M3 under one."""
-
-
-def write(
+def write_model(
     folder: Path,
     config: TransformerConfig,
-    said: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     layout: Layout,
     read: Callable[[str], Weight],
     fp8: str | None = None,
     quantized: Collection[str] = (),
-    shard: int = SHARD,
+    max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names in `dtype`, each
-    written before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8. Raises WeightOverflow if
-    a weight does not fit in float16.
+    """Writes config.json and the weights. Each weight is written before the next one is read.
+
+    Args:
+        folder: An existing empty folder.
+        config: The model's shapes.
+        hf_config: The content of config.json.
+        layout: The family's layout.
+        read: Reads a weight by our name.
+        fp8: Scales of FP8 weights: "block", "tensor", or None for no FP8.
+        quantized: Our names of the modules with FP8 weights.
+        max_file_bytes: Size of a file, about.
+        dtype: Dtype of the other weights.
+
+    Raises:
+        WeightOverflow: A weight does not fit in float16.
     """
-    parts = layout.parts(config)
-    in_fp8 = {
-        name
-        for name in parts
-        if fp8 and name.endswith(".weight") and name.removesuffix(".weight") in quantized
-    }
-    kept = sorted(
-        {
-            theirs.removesuffix(".weight")
-            for name, named in parts.items()
-            for theirs in named
-            if fp8 and ".linear_" in name and name.endswith(".weight") and name not in in_fp8
-        }
-    )
-    quantization = (
-        {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [BLOCK, BLOCK] if fp8 == "block" else None,
-                "modules_to_not_convert": ["lm_head", *kept],
-            }
-        }
-        if fp8
-        else {}
-    )
-    files = _files(
-        folder,
-        [
-            _forms(theirs, shape, fp8 if name in in_fp8 else None, dtype)
-            for name, named in parts.items()
-            for theirs, shape in named.items()
-        ],
-        shard,
-    )
-    for name, named in parts.items():
-        for theirs, tensor in _tensors(
-            name, list(named), config, layout, read, fp8 if name in in_fp8 else None, dtype
+    hf_shapes = layout.hf_shapes(config)
+    fp8_weights = set()
+    unquantized_modules: set[str] = set()  # Hugging Face's names of linear layers in high precision
+    if fp8:
+        for name, tensors in hf_shapes.items():
+            if not name.endswith(".weight"):
+                continue
+            if name.removesuffix(".weight") in quantized:
+                fp8_weights.add(name)
+            elif ".linear_" in name:
+                unquantized_modules.update(hf_name.removesuffix(".weight") for hf_name in tensors)
+
+    specs = []
+    for name, tensors in hf_shapes.items():
+        tensor_fp8 = fp8 if name in fp8_weights else None
+        for hf_name, shape in tensors.items():
+            specs.append(_stored_specs(hf_name, shape, tensor_fp8, dtype))
+    files = _create_files(folder, specs, max_file_bytes)
+    for name, tensors in hf_shapes.items():
+        tensor_fp8 = fp8 if name in fp8_weights else None
+        for hf_name, tensor in _stored_tensors(
+            name, list(tensors), config, layout, read, tensor_fp8, dtype
         ):
-            files[theirs].write(theirs, tensor)
+            files[hf_name].write(hf_name, tensor)
+
     dtype_name = str(dtype).removeprefix("torch.")
-    text = json.dumps(
-        {**said, "dtype": dtype_name, "torch_dtype": dtype_name, **quantization}, indent=2
-    )
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    # transformers 5 reads `dtype`, earlier versions and vLLM `torch_dtype`.
+    content = {**hf_config, "dtype": dtype_name, "torch_dtype": dtype_name}
+    if fp8:
+        content["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK] if fp8 == "block" else None,
+            "modules_to_not_convert": ["lm_head", *sorted(unquantized_modules)],
+        }
+    text = json.dumps(content, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _tensors(
+def _stored_tensors(
     name: str,
-    named: Sequence[str],
+    hf_names: Sequence[str],
     config: TransformerConfig,
     layout: Layout,
     read: Callable[[str], Weight],
     fp8: str | None,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What is written of our parameter `name`, whose parts are `named`."""
+    """Yields the tensors to write for our parameter `name`, with their names."""
     weight, scale = read(name)
-    if (
-        weight.dim() > 1 and not fp8
-    ):  # a vector may be that of a norm, which is shifted in its own dtype
+    # Cast matrices before the split, which may copy them. A vector may be a norm's weight, which is
+    # shifted in its own dtype.
+    if weight.dim() > 1 and not fp8:
         weight = weight.to(dtype)
-    for theirs, part in zip(named, layout.split(name, weight, config, len(named)), strict=True):
+    parts = layout.split(name, weight, config, len(hf_names))
+    for hf_name, part in zip(hf_names, parts, strict=True):
         if fp8:
-            codes, scale_inv = _quantized(part.float(), fp8 == "block", scale)
-            yield from ((theirs, codes), (f"{theirs}_scale_inv", scale_inv))
-        else:
-            stored = part.to(dtype)
-            if dtype == torch.float16 and not stored.isfinite().all():
-                raise WeightOverflow(f"{theirs} has values beyond 65504, the largest of fp16")
-            yield theirs, stored
+            if fp8 == "block":
+                data, scale_inv = _quantize_blocks(part.float())
+            else:
+                data, scale_inv = _quantize_tensor(part.float(), scale)
+            yield hf_name, data
+            yield f"{hf_name}_scale_inv", scale_inv
+            continue
+        stored = part.to(dtype)
+        if dtype == torch.float16 and not stored.isfinite().all():
+            raise WeightOverflow(f"{hf_name} has values beyond 65504, the largest of fp16")
+        yield hf_name, stored
 
 
-def _forms(
-    theirs: str, shape: tuple[int, ...], fp8: str | None, dtype: torch.dtype
-) -> dict[str, Form]:
-    """What is written of a part by their names."""
+def _stored_specs(
+    hf_name: str, shape: tuple[int, ...], fp8: str | None, dtype: torch.dtype
+) -> dict[str, TensorSpec]:
+    """Returns dtype and shape of the tensors that `_stored_tensors` yields for one part."""
     if not fp8:
-        return {theirs: (dtype, shape)}
-    scales = tuple(-(-size // BLOCK) for size in shape) if fp8 == "block" else ()
-    return {theirs: (torch.float8_e4m3fn, shape), f"{theirs}_scale_inv": (torch.float32, scales)}
+        return {hf_name: (dtype, shape)}
+    scale_shape: tuple[int, ...] = ()
+    if fp8 == "block":
+        scale_shape = tuple(-(-size // BLOCK) for size in shape)  # rounded up
+    return {
+        hf_name: (torch.float8_e4m3fn, shape),
+        f"{hf_name}_scale_inv": (torch.float32, scale_shape),
+    }
 
 
-def _quantized(weight: Tensor, blocks: bool, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of `weight` [rows, columns], float32, and scales that multiply: [row blocks, column blocks], or one: `scale` if any. A
-    row of blocks at a time, for it takes several tensors of float32."""
+def _quantize_tensor(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Quantizes a matrix with one scale.
+
+    Args:
+        weight: float32 [rows, columns].
+        scale: The scale of training, [], so that the same FP8 values result. None computes one.
+
+    Returns:
+        E4M3 [rows, columns] and the scale, float32 [], that multiplies it.
+    """
+    # Some rows at a time: the temporaries are float32.
     bands = torch.split(weight, BLOCK)
-    if not blocks:
+    if scale is not None:
+        scale_inv = scale.reshape(()).float()
+    else:
         amax = torch.stack([band.abs().amax() for band in bands]).amax()
-        whole = (
-            scale.reshape(()).float()
-            if scale is not None
-            else torch.where(amax > 0, amax / LARGEST, 1.0)
-        )
-        return torch.cat([_codes(band / whole) for band in bands]), whole
-    made = [_in_blocks(band) for band in bands]
-    return torch.cat([codes for codes, _ in made]), torch.cat([scales for _, scales in made])
+        scale_inv = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    return torch.cat([_cast_to_e4m3(band / scale_inv) for band in bands]), scale_inv
 
 
-def _in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    tiles = padded.reshape(
-        -(-rows // BLOCK), BLOCK, -1, BLOCK
-    )  # [row blocks, 128, column blocks, 128]
-    amax = tiles.abs().amax((1, 3))
-    power = torch.exp2(torch.ceil(torch.log2(amax / LARGEST)))
-    found = torch.where(amax > 0, power, torch.ones_like(power))
-    return (
-        _codes((tiles / found[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]),
-        found,
-    )
+def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes a matrix with a power of two per 128x128 block.
+
+    Args:
+        weight: float32 [rows, columns].
+
+    Returns:
+        E4M3 [rows, columns] and the scales, float32 [row blocks, column blocks], that multiply it.
+    """
+    data = []
+    scales = []
+    # One row of blocks at a time: the temporaries are float32.
+    for band in torch.split(weight, BLOCK):
+        num_rows, num_columns = band.shape
+        padded = F.pad(band, (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
+        blocks = padded.reshape(1, BLOCK, -1, BLOCK)  # [1, 128, column blocks, 128]
+        amax = blocks.abs().amax((1, 3))
+        scale = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))
+        scale = torch.where(amax > 0, scale, torch.ones_like(scale))  # [1, column blocks]
+        scaled = (blocks / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+        data.append(_cast_to_e4m3(scaled[:num_rows, :num_columns]))
+        scales.append(scale)
+    return torch.cat(data), torch.cat(scales)
 
 
-def _codes(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+def _cast_to_e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _files(
-    folder: Path, forms: Sequence[dict[str, Form]], shard: int
+def _create_files(
+    folder: Path, specs: Sequence[dict[str, TensorSpec]], max_bytes: int
 ) -> dict[str, SafetensorsFile]:
-    """The files of `forms` by the tensors in them, about `shard` bytes each, and the index where there are several. What is of one
-    part stands in one file."""
-    shards, held = list[dict[str, Form]]([{}]), 0
-    for tensors in forms:
-        size = sum(map(nbytes, tensors.values()))
-        if held and held + size > shard:
+    """Creates the safetensors files, and their index if there are several.
+
+    Args:
+        folder: Their folder.
+        specs: Tensors that belong together, such as a weight and its scales, share a file.
+        max_bytes: Size of a file, about.
+
+    Returns:
+        The file of each tensor, by the tensor's name.
+    """
+    shards: list[dict[str, TensorSpec]] = [{}]
+    shard_bytes = 0
+    for tensors in specs:
+        size = sum(tensor_bytes(spec) for spec in tensors.values())
+        if shard_bytes and shard_bytes + size > max_bytes:
             shards.append({})
-            held = 0
-        shards[-1] |= tensors
-        held += size
+            shard_bytes = 0
+        shards[-1].update(tensors)
+        shard_bytes += size
+
     count = len(shards)
-    names = (
-        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        if count > 1
-        else [WHOLE]
-    )
-    files = [
-        SafetensorsFile(folder / name, tensors) for name, tensors in zip(names, shards, strict=True)
-    ]
+    files: dict[str, SafetensorsFile] = {}
+    total_bytes = 0
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE_FILE
+        if count > 1:
+            name = f"model-{number:05d}-of-{count:05d}.safetensors"
+        file = SafetensorsFile(folder / name, shard)
+        files.update(dict.fromkeys(shard, file))
+        total_bytes += file.size
     if count > 1:
         index = {
-            "metadata": {"total_size": sum(file.size for file in files)},
-            "weight_map": {
-                tensor: name
-                for name, tensors in zip(names, shards, strict=True)
-                for tensor in tensors
-            },
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {tensor: file.path.name for tensor, file in files.items()},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return {tensor: file for file, tensors in zip(files, shards, strict=True) for tensor in tensors}
+    return files
+
+
+class SafetensorsFile:
+    """A new safetensors file. Its header is written first, its tensors later in any order.
+
+    safetensors' own writer needs all tensors of a file in memory.
+
+    Attributes:
+        path: The file.
+        size: Bytes of the complete file.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        """Creates the file for tensors with these names, dtypes and shapes."""
+        dtype_order = list(DTYPES)
+        names = sorted(specs, key=lambda name: (dtype_order.index(specs[name][0]), name))
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts: dict[str, int] = {}
+        offset = 0
+        for name in names:
+            dtype, shape = specs[name]
+            starts[name] = offset
+            offset += tensor_bytes(specs[name])
+            entries[name] = {
+                "dtype": DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [starts[name], offset],
+            }
+        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        header += b" " * (-len(header) % 8)  # the format aligns data to 8 bytes
+        data_start = 8 + len(header)
+        self.path = path
+        self.size = data_start + offset
+        self._specs = dict(specs)
+        self._starts = {name: data_start + start for name, start in starts.items()}
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor. Raises OSError."""
+        assert (tensor.dtype, tuple(tensor.shape)) == self._specs[name], name
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        with self.path.open("r+b") as file:
+            file.seek(self._starts[name])
+            for chunk in torch.split(data, CHUNK):
+                file.write(chunk.cpu().numpy().data)
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Returns the bytes of a tensor."""
+    dtype, shape = spec
+    return dtype.itemsize * prod(shape)

@@ -1,13 +1,15 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): trained matrices A and B beside the frozen weights of linear layers.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) for the frozen weights of linear layers.
 
     y = W x + alpha / rank B A dropout(x)        A [rank, in]    B [out, rank]
 
-Under tensor parallelism a rank has its rows of B beside its rows of W (column-parallel), and all of A; or its columns of A beside
-its columns of W (row-parallel), and all of B. It multiplies as one rank does, with its part of y or a share of the sum y.
+Only A and B are trained. Under tensor parallelism an adapter is split like its layer. A column-parallel
+layer has this rank's rows of W and B, and all of A. A row-parallel layer has this rank's columns of W and
+A, and all of B.
 
-Adapters are a child `lora` of the layer that they stand beside, whoever multiplies there, and a forward hook adds what they make.
-A layer of several projections has an adapter for each, as PEFT has. First weights are PEFT's: A from uniform(-1 / sqrt(in), 1 /
-sqrt(in)), which is kaiming_uniform with a = sqrt(5), and B 0, so that a model begins as it was.
+The adapters of a layer are its child `lora`. A forward hook adds their output, so any backend can run the
+layer's GEMM. A layer with several projections has one adapter for each, as in PEFT. Initial weights are
+PEFT's: A from uniform(-1 / sqrt(in), 1 / sqrt(in)), which is kaiming_uniform with a = sqrt(5), and B is 0,
+so training starts from the unchanged model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +27,127 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp8cfg.models.config import Projection
-from fp8cfg.models.hf_checkpoint import json_object
+from fp8cfg.models.hf_checkpoint import read_json_object
 from fp8cfg.models.weight_init import TensorShard, block_seed, local_parts
+
+InitialWeights = Callable[[str], tuple[Tensor, Tensor]]
+"""Returns the initial A and B of a projection by its name MODULE.lora.NAME."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Settings of a model's adapters. `attach` puts the adapters into a model.
+
+    Attributes:
+        projections: The projections with an adapter.
+        all_projections: All projections of the model.
+        num_groups: Key-value groups.
+        rank: Rows of A and columns of B.
+        alpha: Adapters are multiplied by alpha / rank.
+        dropout: Probability of dropping an input of the adapters.
+        initial_weights: Reads the initial weights. None draws them.
+    """
+
+    projections: Sequence[Projection]
+    all_projections: Sequence[Projection]
+    num_groups: int
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    initial_weights: InitialWeights | None = None
+
+    def freeze(self, model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> None:
+        """Freezes all parameters of a model, before the adapters are attached.
+
+        Frozen weights need no float32 originals, so linear weights are cast. A weight shared with an
+        embedding keeps its dtype.
+
+        Args:
+            model: On the meta device.
+            linears: Names of the linear layers.
+            dtype: Dtype for their weights.
+        """
+        model.requires_grad_(False)
+        embedding_weights = set()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                embedding_weights.add(id(module.weight))
+        for name in linears:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            if id(linear.weight) not in embedding_weights:
+                linear.weight.data = linear.weight.data.to(dtype)
+
+    @torch.no_grad()
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Adds the float32 adapters to the layers of a model and initializes them.
+
+        Adapters on the meta device are not initialized. Call `init_weights` later.
+
+        Args:
+            model: A Transformer, a pipeline stage, or one that is split for tensor parallelism.
+            seed: See `init_weights`.
+        """
+        layers = dict(model.named_modules())
+        for name in dict.fromkeys(projection.module for projection in self.projections):
+            if name not in layers:  # on another pipeline stage
+                continue
+            layer: Any = layers[name]
+            layer.lora = self.build(name, next(layer.parameters()).device)
+            layer.lora.train(layer.training)
+            layer.register_forward_hook(_add_adapter_output)
+            if f"{name}.weight" in _tensor_shards(model):
+                _shard_adapter(model, name, layer.lora)
+        self.init_weights(model, seed)
+        # Full recomputation must then repeat the dropout masks.
+        model.draws = self.dropout > 0  # type: ignore[assignment]
+
+    def build(self, module: str, device: torch.device | str) -> Adapter:
+        """Builds the unsplit adapters of a layer, without initial weights.
+
+        Args:
+            module: Name of the layer. At least one of its projections has an adapter.
+            device: Device of the parameters.
+        """
+        adapters = {}
+        for projection in self.projections:
+            if projection.module == module:
+                scaling = self.alpha / self.rank
+                adapters[projection.name] = LowRank(
+                    projection, self.rank, scaling, self.dropout, device
+                )
+        sizes = {}
+        for projection in self.all_projections:
+            if projection.module == module:
+                sizes[projection.name] = projection.out_features
+        num_groups = self.num_groups if module.endswith("linear_qkv") else 1
+        return Adapter(adapters, sizes, num_groups)
+
+    @torch.no_grad()
+    def init_weights(self, model: nn.Module, seed: int) -> None:
+        """Initializes the adapters of a model, or this rank's parts of them.
+
+        Args:
+            model: A model with attached adapters.
+            seed: Seed of the random numbers. These depend on nothing else but the adapter's name.
+        """
+        shards = _tensor_shards(model)
+        for module, _, adapter in adapted_layers(model):
+            for name, child in adapter.items():
+                low_rank = cast(LowRank, child)
+                full_name = f"{module}.lora.{name}"
+                if self.initial_weights:
+                    lora_a, lora_b = self.initial_weights(full_name)
+                else:
+                    lora_a = _draw_lora_a(low_rank, seed, f"{full_name}.lora_A")
+                    shape = (low_rank.out_features, low_rank.rank)
+                    lora_b = torch.zeros(shape, dtype=torch.float32)
+                _copy_local(low_rank.lora_A, lora_a, shards.get(f"{full_name}.lora_A"))
+                _copy_local(low_rank.lora_B, lora_b, shards.get(f"{full_name}.lora_B"))
 
 
 class LowRank(nn.Module):
-    """One projection's adapter, float32 until it is cast: [..., in] to [..., out], both in the dtype of its weights."""
+    """Adapter of one projection, [..., in] to [..., out], in the dtype of its weights."""
 
     def __init__(
         self,
@@ -40,9 +157,13 @@ class LowRank(nn.Module):
         dropout: float,
         device: torch.device | str,
     ) -> None:
+        """Builds an adapter with float32 parameters. A is uninitialized, B is 0."""
         super().__init__()
-        self.rank, self.scaling, self.dropout = rank, scaling, dropout
-        self.in_features, self.out_features = projection.in_features, projection.out_features
+        self.rank = rank
+        self.scaling = scaling
+        self.dropout = dropout
+        self.in_features = projection.in_features
+        self.out_features = projection.out_features
         self.lora_A = nn.Parameter(
             torch.empty(rank, projection.in_features, dtype=torch.float32, device=device)
         )
@@ -56,178 +177,134 @@ class LowRank(nn.Module):
         return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
 
     def delta(self) -> Tensor:
-        """What it adds to the weight [out, in], float32."""
-        return (self.lora_B.detach().float() @ self.lora_A.detach().float()).mul_(self.scaling)
+        """Returns what the adapter adds to the weight, float32 [out, in]."""
+        product = self.lora_B.detach().float() @ self.lora_A.detach().float()
+        return product.mul_(self.scaling)
 
     def extra_repr(self) -> str:
-        return f"rank={len(self.lora_A)}, scaling={self.scaling:g}" + (
-            f", dropout={self.dropout:g}" if self.dropout else ""
-        )
+        text = f"rank={len(self.lora_A)}, scaling={self.scaling:g}"
+        if self.dropout:
+            text += f", dropout={self.dropout:g}"
+        return text
 
 
 class Adapter(nn.ModuleDict):
-    """The adapters of one linear layer by the names of its `projections`, of which some may have none. `groups` are the key-value
-    groups in which the rows of queries, keys and values alternate; 1 where a projection's rows stand together.
+    """Adapters of one linear layer, a LowRank by the name of its projection.
+
+    Attributes:
+        projections: Output channels of each projection of the layer. Some may have no adapter.
+        groups: Key-value groups of linear_qkv, in which rows of queries, keys and values alternate. 1 for
+            layers whose projections have adjacent rows.
     """
 
     def __init__(
-        self, found: Mapping[str, LowRank], projections: Mapping[str, int], groups: int = 1
+        self, adapters: Mapping[str, LowRank], projections: Mapping[str, int], groups: int = 1
     ) -> None:
-        super().__init__(found)
-        self.projections, self.groups = dict(projections), groups
+        super().__init__(adapters)
+        self.projections = dict(projections)
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(next(self.parameters()).dtype)  # once for all of them, which keep it
+        """Computes what the adapters add to the layer's output, [..., in] to [..., out]."""
+        # Cast once, because each LowRank saves its input.
+        x = x.to(next(self.parameters()).dtype)
         if len(self.projections) == 1:
             return next(iter(self.values()))(x)  # type: ignore[no-any-return]
-        parts: list[Tensor | None] = [
-            self[name](x) if name in self else None for name in self.projections
-        ]
-        like = next(part for part in parts if part is not None)
-        made = [
-            like.new_zeros(*x.shape[:-1], size) if part is None else part
-            for part, size in zip(parts, self.projections.values(), strict=True)
-        ]
-        return torch.cat([part.view(*x.shape[:-1], self.groups, -1) for part in made], -1).flatten(
-            -2
-        )
+        outputs: dict[str, Tensor] = {
+            name: self[name](x) for name in self.projections if name in self
+        }
+        example = next(iter(outputs.values()))
+        leading = x.shape[:-1]
+        parts = []
+        for name, size in self.projections.items():
+            output = outputs.get(name)
+            if output is None:
+                output = example.new_zeros(*leading, size)
+            parts.append(output.view(*leading, self.groups, -1))
+        # [..., groups, channels of a group], the order of the rows of linear_qkv
+        return torch.cat(parts, -1).flatten(-2)
 
     def merge_into(self, weight: Tensor) -> None:
-        """Add to the layer's `weight` [out, in], float32 and contiguous, in place, what they add to its product."""
-        low: dict[str, Any] = dict(self.items())
-        sizes = {name: size // self.groups for name, size in self.projections.items()}
-        parts = weight.view(self.groups, -1, weight.shape[1]).split_with_sizes(
-            list(sizes.values()), 1
-        )
-        for (name, size), part in zip(sizes.items(), parts, strict=True):
-            part.add_(low[name].delta().view(self.groups, size, -1) if name in low else 0.0)
+        """Adds the adapters to the layer's weight, in place.
 
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a model: the projections that have one, among `every` one; `groups` are the key-value groups."""
-
-    found: Sequence[Projection]
-    every: Sequence[Projection]
-    groups: int
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-
-    first: Callable[[str], tuple[Tensor, Tensor]] | None = None
-    """First A and B by the name of a projection in full, MODULE.lora.NAME; None draws them."""
-
-    def freeze(self, model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> None:
-        """Let no parameter of `model`, which is on the meta device, be trained, and let `linears` have their weights in `dtype`:
-        what is frozen needs no float32 original. A weight that an embedding has too stays as it is.
+        Args:
+            weight: float32 [out, in], contiguous.
         """
-        model.requires_grad_(False)
-        shared = {
-            id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-        }
-        for linear in map(model.get_submodule, linears):
-            assert isinstance(linear, nn.Linear)
-            if id(linear.weight) not in shared:
-                linear.weight.data = linear.weight.data.to(dtype)
-
-    def of(self, module: str, device: torch.device | str) -> Adapter:
-        """The adapters of the layer `module`, one at least, without first weights."""
-        low = {
-            p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device)
-            for p in self.found
-            if p.module == module
-        }
-        sizes = {p.name: p.out_features for p in self.every if p.module == module}
-        return Adapter(low, sizes, self.groups if module.endswith("linear_qkv") else 1)
-
-    @torch.no_grad()
-    def attach(self, model: nn.Module, seed: int) -> None:
-        """Put them beside the layers of `model`, which may be a pipeline stage and have parts of matrices, float32, with first
-        weights where the layers have memory (`fill`)."""
-        layers = dict(model.named_modules())
-        for module in dict.fromkeys(p.module for p in self.found):
-            if module not in layers:
-                continue
-            layer: Any = layers[module]
-            layer.lora = self.of(module, next(layer.parameters()).device)
-            layer.lora.train(layer.training)
-            layer.register_forward_hook(_add)
-            if f"{module}.weight" in _shards(model):
-                _keep_part(model, module, layer.lora)
-        self.fill(model, seed)
-        # Recomputation repeats what it drew.
-        model.draws = self.dropout > 0  # type: ignore[assignment]
-
-    @torch.no_grad()
-    def fill(self, model: nn.Module, seed: int) -> None:
-        """Write the first weights of the adapters of `model`, or this rank's parts of them; those that are drawn come from `seed`
-        and their names."""
-        shards = _shards(model)
-        for module, _, adapter in adapted(model):
-            low: dict[str, Any] = dict(adapter.items())
-            for name, one in low.items():
-                full = f"{module}.lora.{name}"
-                given = (
-                    self.first(full)
-                    if self.first
-                    else (
-                        _drawn((one.rank, one.in_features), seed, f"{full}.lora_A"),
-                        torch.zeros(one.out_features, one.rank, dtype=torch.float32),
-                    )
-                )
-                for matrix, whole in zip(("lora_A", "lora_B"), given, strict=True):
-                    shard = shards.get(f"{full}.{matrix}")
-                    for part, (row, column) in local_parts(getattr(one, matrix), shard):
-                        if not part.is_meta:
-                            part.copy_(
-                                whole[row : row + part.shape[0], column : column + part.shape[1]]
-                            )
+        rows = [size // self.groups for size in self.projections.values()]
+        groups = weight.view(self.groups, -1, weight.shape[1])
+        parts = groups.split_with_sizes(rows, 1)
+        for name, num_rows, part in zip(self.projections, rows, parts, strict=True):
+            if name in self:
+                low_rank = cast(LowRank, self[name])
+                part.add_(low_rank.delta().view(self.groups, num_rows, -1))
+            else:
+                # x + 0.0 turns -0.0 into 0.0, as adding the zeros of `forward` does.
+                part.add_(0.0)
 
 
-def _shards(model: nn.Module) -> dict[str, TensorShard]:
-    """Which part of each parameter of `model` this rank has, by name, where matrices are split over ranks."""
-    return getattr(model, "shards", {})
-
-
-def _keep_part(model: nn.Module, module: str, adapter: Adapter) -> None:
-    """Leave of the `adapter` of the layer `module` what belongs to this rank's part of its weight."""
-    shards = _shards(model)
-    shard = shards[f"{module}.weight"]
-    matrix = "lora_B" if shard.dim == 0 else "lora_A"
-    of_matrix = TensorShard(shard.rank, shard.ranks, shard.dim)
-    for name, one in adapter.items():
-        whole = getattr(one, matrix)
-        setattr(one, matrix, nn.Parameter(of_matrix.part(whole.detach()).clone()))
-        shards[f"{module}.lora.{name}.{matrix}"] = of_matrix
-    if shard.dim == 0:
-        if adapter.groups > 1:
-            adapter.groups //= shard.ranks
-        adapter.projections = {
-            name: size // shard.ranks for name, size in adapter.projections.items()
-        }
-
-
-def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """The forward hook of a layer with adapters."""
-    made: Tensor = layer.lora(args[0])  # type: ignore[operator]
-    return out + made.to(out.dtype)
-
-
-def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
-    """The layers of `model` with adapters, by name."""
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
+    """Yields each layer of a model with adapters: its name, the layer, and its adapters."""
     for name, layer in model.named_modules():
-        if isinstance(adapter := layer._modules.get("lora"), Adapter):
+        adapter = layer._modules.get("lora")
+        if isinstance(adapter, Adapter):
             yield name, layer, adapter
 
 
-def _drawn(shape: tuple[int, int], seed: int, name: str) -> Tensor:
-    """The first A of that shape [rank, in]."""
-    bound, random = shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
-    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=random)
+def _add_adapter_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook of a layer with adapters."""
+    delta: Tensor = layer.lora(args[0])  # type: ignore[operator]
+    return output + delta.to(output.dtype)
+
+
+def _tensor_shards(model: nn.Module) -> dict[str, TensorShard]:
+    """Returns this rank's part of each parameter that tensor parallelism splits, by name."""
+    return getattr(model, "shards", {})
+
+
+def _shard_adapter(model: nn.Module, module: str, adapter: Adapter) -> None:
+    """Keeps this rank's parts of the adapters of a tensor-parallel layer, in place.
+
+    Args:
+        model: The model. Its `shards` get the adapters' parts.
+        module: Name of the layer.
+        adapter: The layer's adapters, unsplit.
+    """
+    shards = _tensor_shards(model)
+    layer_shard = shards[f"{module}.weight"]
+    is_column_parallel = layer_shard.dim == 0
+    matrix = "lora_B" if is_column_parallel else "lora_A"
+    # One piece: unlike the layer's weight, each adapter belongs to one projection.
+    shard = TensorShard(layer_shard.rank, layer_shard.ranks, layer_shard.dim)
+    for name, low_rank in adapter.items():
+        full: Tensor = getattr(low_rank, matrix)
+        # A clone: a view would keep the memory of the full matrix.
+        setattr(low_rank, matrix, nn.Parameter(shard.part(full.detach()).clone()))
+        shards[f"{module}.lora.{name}.{matrix}"] = shard
+    if is_column_parallel:
+        if adapter.groups > 1:
+            adapter.groups //= shard.ranks
+        for name, size in adapter.projections.items():
+            adapter.projections[name] = size // shard.ranks
+
+
+def _draw_lora_a(low_rank: LowRank, seed: int, name: str) -> Tensor:
+    """Draws the initial A, float32 [rank, in], on the CPU."""
+    bound = low_rank.in_features**-0.5
+    generator = torch.Generator().manual_seed(block_seed(seed, name, 0))
+    matrix = torch.empty(low_rank.rank, low_rank.in_features, dtype=torch.float32)
+    return matrix.uniform_(-bound, bound, generator=generator)
+
+
+def _copy_local(parameter: Tensor, full: Tensor, shard: TensorShard | None) -> None:
+    """Copies this rank's part of a full matrix into a parameter, unless it is on the meta device."""
+    for part, (row, column) in local_parts(parameter, shard):
+        if not part.is_meta:
+            part.copy_(full[row : row + part.shape[0], column : column + part.shape[1]])
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_OTHER = (
+# PEFT's settings for other adapters than plain LoRA. Plain LoRA has them false, empty or missing.
+_UNSUPPORTED_SETTINGS = (
     "use_dora",
     "use_rslora",
     "fan_in_fan_out",
@@ -237,31 +314,36 @@ _OTHER = (
     "lora_bias",
     "trainable_token_indices",
 )
-"""Settings of PEFT under which an adapter computes something else; false or empty elsewhere."""
 
 
-def their_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -> str:
-    """What transformers calls `projection` in a family whose modules have `names`, ours with theirs. Raises ValueError where it has
-    no module of its own there, as in GPT-2, whose queries, keys and values are one Conv1D."""
-    at, number = projection.module, ""
-    if at.startswith("layers."):
-        _, number, rest = at.split(".", 2)
-        at = f"layers.{{}}.{rest}"
-    found = [
-        name.format(number) for name in names[at] if name.rpartition(".")[2] == projection.name
-    ]
-    if not found:
-        raise ValueError(
-            f"{projection.names[1]}: no layer of its own in transformers' models of this family,"
-            " for PEFT to adapt"
-        )
-    return found[0]
+def hf_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -> str:
+    """Returns the name of a projection in transformers' model.
+
+    Args:
+        projection: The projection.
+        names: A family's modules, our names with theirs. See `hf_checkpoint.Layout`.
+
+    Raises:
+        ValueError: The family has no module for the projection, such as GPT-2, where queries, keys and
+            values are one Conv1D.
+    """
+    name, number = projection.module, ""
+    if name.startswith("layers."):
+        _, number, suffix = name.split(".", 2)
+        name = f"layers.{{}}.{suffix}"
+    for hf_name in names[name]:
+        if hf_name.rpartition(".")[2] == projection.name:
+            return hf_name.format(number)
+    raise ValueError(
+        f"{projection.names[1]}: transformers' models of this family have no separate layer for it,"
+        " so PEFT cannot adapt it; remove it from lora.targets"
+    )
 
 
-def write(
+def write_peft(
     folder: Path,
     adapters: Mapping[str, Adapter],
-    every: Sequence[Projection],
+    projections: Sequence[Projection],
     names: Mapping[str, tuple[str, ...]],
     rank: int,
     alpha: float,
@@ -269,24 +351,47 @@ def write(
     base: str | None,
     revision: str | None = None,
 ) -> int:
-    """Write `adapters`, by layer, of a model whose projections are `every` one, into `folder`, which is there, in float32; `base`
-    is the folder or the id of the weights that they belong to, and `revision` the commit of an id. Returns how many there are.
-    Raises ValueError as `their_module` does."""
-    low = {
-        (name, projection): one
-        for name, adapter in adapters.items()
-        for projection, one in adapter.items()
-    }
-    modules = {key: their_module(p, names) for p in every if (key := (p.module, p.name)) in low}
-    tensors = {
-        f"base_model.model.{modules[key]}.{part}.weight": matrix.detach().float().cpu().contiguous()
-        for key, one in low.items()
-        for part, matrix in one.named_parameters()
-    }
+    """Writes adapters in PEFT's format, in float32.
+
+    Args:
+        folder: An existing folder.
+        adapters: The adapters by the name of their layer.
+        projections: All projections of the model.
+        names: See `hf_module`.
+        rank: LoRA's rank.
+        alpha: LoRA's alpha.
+        dropout: LoRA's dropout.
+        base: Folder or Hub id of the base weights.
+        revision: Commit of a Hub id.
+
+    Returns:
+        The number of adapted projections.
+
+    Raises:
+        ValueError: See `hf_module`.
+    """
+    modules: dict[str, str] = {}  # PEFT's target modules by MODULE.lora.NAME
+    for projection in projections:
+        adapter = adapters.get(projection.module)
+        if adapter is not None and projection.name in adapter:
+            modules[_lora_name(projection)] = hf_module(projection, names)
+
+    tensors = {}
+    for module, adapter in adapters.items():
+        for name, low_rank in adapter.items():
+            prefix = f"base_model.model.{modules[f'{module}.lora.{name}']}"
+            for matrix, parameter in low_rank.named_parameters():
+                data = parameter.detach().float().cpu().contiguous()
+                tensors[f"{prefix}.{matrix}.weight"] = data
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    leaves = sorted({name for _, name in low})
-    whole = all((p.module, p.name) in low for p in every if p.name in leaves)
-    said = {
+
+    # PEFT matches target modules by their last component. Full names are needed only if some layers
+    # have an adapter and others do not.
+    targets = sorted({name for adapter in adapters.values() for name in adapter})
+    matching = [projection for projection in projections if projection.name in targets]
+    if not all(_lora_name(projection) in modules for projection in matching):
+        targets = sorted(modules.values())
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -294,68 +399,98 @@ def write(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": leaves if whole else sorted(modules.values()),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return len(modules)
 
 
-def read(
+def read_peft(
     folder: Path,
-    found: Sequence[Projection],
+    projections: Sequence[Projection],
     names: Mapping[str, tuple[str, ...]],
     rank: int,
     alpha: float,
-) -> Callable[[str], tuple[Tensor, Tensor]]:
-    """First A and B of the projections `found`, by MODULE.lora.NAME, from `folder`. Raises ValueError for a folder without them,
-    adapters of other layers, another rank or alpha, or another kind than plain LoRA."""
-    said = json_object(folder, CONFIG)
-    if (
-        said.get("peft_type") != "LORA"
-        or any(said.get(key) for key in _OTHER)
-        or said.get("bias", "none") != "none"
-    ):
-        odd = [key for key in _OTHER if said.get(key)] or [
-            "bias" if said.get("peft_type") == "LORA" else "peft_type"
-        ]
-        raise ValueError(f"{CONFIG}: {odd[0]}={said.get(odd[0])} is not read here, plain LoRA is")
-    for key, ours, wanted in (("r", "lora.rank", rank), ("lora_alpha", "lora.alpha", alpha)):
-        if said.get(key) != wanted:
-            raise ValueError(f"{CONFIG} says {key}={said.get(key)}; set {ours}={said.get(key)}")
+) -> InitialWeights:
+    """Reads adapters in PEFT's format.
+
+    Args:
+        folder: The folder with adapter_config.json and adapter_model.safetensors.
+        projections: The projections with an adapter in this run.
+        names: See `hf_module`.
+        rank: lora.rank of this run.
+        alpha: lora.alpha of this run.
+
+    Returns:
+        A function of MODULE.lora.NAME that returns A [rank, in] and B [out, rank].
+
+    Raises:
+        ValueError: The folder has no adapters, other layers, another rank or alpha, or another kind
+            than plain LoRA.
+    """
+    _check_config(read_json_object(folder, CONFIG), rank, alpha)
     try:
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as e:
-        raise ValueError(f"{WEIGHTS} cannot be read ({e})") from None
-    expected = {
-        f"{p.module}.lora.{p.name}": f"base_model.model.{their_module(p, names)}" for p in found
-    }
-    shapes = {
-        f"{expected[f'{p.module}.lora.{p.name}']}.{part}.weight": shape
-        for p in found
-        for part, shape in (("lora_A", (rank, p.in_features)), ("lora_B", (p.out_features, rank)))
-    }
-    if missing := sorted(shapes.keys() - tensors.keys()):
-        raise ValueError(
-            f"{WEIGHTS}: {len(missing)} matrices are missing, among them {missing[0]}; lora.targets"
-            " names the layers"
-        )
-    if more := sorted(tensors.keys() - shapes.keys()):
-        raise ValueError(
-            f"{WEIGHTS}: {len(more)} matrices are of other layers than lora.targets, among them"
-            f" {more[0]}"
-        )
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape or not tensors[name].isfinite().all():
-            raise ValueError(f"{WEIGHTS}: {name} is not a finite matrix of {shape[0]} x {shape[1]}")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{WEIGHTS} cannot be read ({error})") from None
+    prefixes = {}
+    shapes = {}
+    for projection in projections:
+        prefix = f"base_model.model.{hf_module(projection, names)}"
+        prefixes[_lora_name(projection)] = prefix
+        shapes[f"{prefix}.lora_A.weight"] = (rank, projection.in_features)
+        shapes[f"{prefix}.lora_B.weight"] = (projection.out_features, rank)
+    _check_tensors(tensors, shapes)
 
-    def first(name: str) -> tuple[Tensor, Tensor]:
-        return (
-            tensors[f"{expected[name]}.lora_A.weight"],
-            tensors[f"{expected[name]}.lora_B.weight"],
-        )
+    def initial_weights(name: str) -> tuple[Tensor, Tensor]:
+        prefix = prefixes[name]
+        return tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
 
-    return first
+    return initial_weights
+
+
+def _lora_name(projection: Projection) -> str:
+    return f"{projection.module}.lora.{projection.name}"
+
+
+def _check_config(config: Mapping[str, Any], rank: int, alpha: float) -> None:
+    """Raises ValueError unless adapter_config.json is plain LoRA of this rank and alpha."""
+    unsupported = [key for key in _UNSUPPORTED_SETTINGS if config.get(key)]
+    if config.get("peft_type") != "LORA":
+        unsupported.append("peft_type")
+    if config.get("bias", "none") != "none":
+        unsupported.append("bias")
+    if unsupported:
+        key = unsupported[0]
+        raise ValueError(
+            f"{CONFIG}: {key}={config.get(key)} is not supported; only plain LoRA can be read"
+        )
+    for key, our_key, value in (("r", "lora.rank", rank), ("lora_alpha", "lora.alpha", alpha)):
+        if config.get(key) != value:
+            raise ValueError(
+                f"{CONFIG} has {key}={config.get(key)}; set {our_key}={config.get(key)}"
+            )
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raises ValueError unless a file has finite tensors with exactly these names and shapes."""
+    missing = sorted(shapes.keys() - tensors.keys())
+    if missing:
+        raise ValueError(
+            f"{WEIGHTS}: {len(missing)} matrices are missing, such as {missing[0]}; set lora.targets"
+            " to the layers in the file"
+        )
+    unexpected = sorted(tensors.keys() - shapes.keys())
+    if unexpected:
+        raise ValueError(
+            f"{WEIGHTS}: {len(unexpected)} matrices belong to layers without adapters in this run,"
+            f" such as {unexpected[0]}; add their layers to lora.targets"
+        )
+    for name, (rows, columns) in shapes.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != (rows, columns) or not tensor.isfinite().all():
+            raise ValueError(f"{WEIGHTS}: {name} is not a finite matrix of {rows} x {columns}")

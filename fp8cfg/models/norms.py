@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm, computed in float32 whatever the dtypes of input and weight; the output has the input's.
+"""RMSNorm and LayerNorm, computed in float32. The output has the dtype of the input.
 
-A zero-centered weight is the difference from 1 (Gemma's RMSNorm, Megatron's LayerNorm1p): weight decay, where a norm has it, then
-pulls towards 1, and bfloat16 has more digits near it.
+A zero-centered weight is stored as its difference from 1, as in Gemma's RMSNorm and Megatron's
+LayerNorm1p. Weight decay then pulls the factor towards 1, and bfloat16 has more digits near it.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from torch import Tensor, nn
 from fp8cfg.models.config import TransformerConfig
 
 
-def upcast(x: Tensor) -> Tensor:
-    """`x` in float32, another tensor than `x` for autograd where it is that already. On a CPU RMSNorm is several operations that
-    read it: the sum of their gradients is made before it is added to the residual stream's, whatever the dtype of `x`, and also
-    where the norm is recomputed (recompute.py)."""
-    return x.view_as(x) if x.dtype == torch.float32 else x.float()
-
-
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, or x / rms(x) * (1 + weight) where that is `zero_centered`."""
+    """x / rms(x) * gamma. gamma is the weight, or 1 + weight if it is zero-centered."""
 
     kind = "RMSNorm"
 
     def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered
-        self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
+        self.eps = eps
+        self.zero_centered = zero_centered
+        initial = torch.zeros(size) if zero_centered else torch.ones(size)
+        self.weight = nn.Parameter(initial)
 
     @property
     def gamma(self) -> Tensor:
-        """What the normalized input is multiplied by, float32."""
-        return 1.0 + self.weight.float() if self.zero_centered else self.weight.float()
+        """The factor of the normalized input, float32 [size]."""
+        weight = self.weight.float()
+        if self.zero_centered:
+            return 1.0 + weight
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dimension of `x`, any float dtype [..., size]."""
         return F.rms_norm(upcast(x), self.weight.shape, self.gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}" + (
-            ", zero_centered" if self.zero_centered else ""
-        )
+        text = f"{self.weight.numel()}, eps={self.eps}"
+        if self.zero_centered:
+            text += ", zero_centered"
+        return text
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean(x)) / std(x) * weight + bias, or * (1 + weight) where that is `zero_centered`."""
+    """(x - mean(x)) / std(x) * gamma + bias. gamma is that of RMSNorm."""
 
     kind = "LayerNorm"
 
@@ -54,14 +54,29 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(
-            upcast(x), self.weight.shape, self.gamma, self.bias.float(), self.eps
-        ).to(x.dtype)
+        bias = self.bias.float()
+        y = F.layer_norm(upcast(x), self.weight.shape, self.gamma, bias, self.eps)
+        return y.to(x.dtype)
 
 
-def norm(config: TransformerConfig, size: int | None = None) -> RMSNorm:
-    """The norm that `config` names, over `size` channels, by default those of the residual stream."""
-    kind = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
-    return kind(
+def upcast(x: Tensor) -> Tensor:
+    """Returns `x` in float32, always as a new node of autograd's graph."""
+    # On a CPU RMSNorm is several operations, and each one adds a gradient to its input. With a node
+    # of its own the norm's gradients are summed first, and then added to those of the residual
+    # stream. The order is then the same for each dtype and under recomputation (recompute.py).
+    if x.dtype == torch.float32:
+        return x.view_as(x)
+    return x.float()
+
+
+def build_norm(config: TransformerConfig, size: int | None = None) -> RMSNorm:
+    """Builds the norm of a model family.
+
+    Args:
+        config: The model's shapes.
+        size: Channels. Default hidden_size.
+    """
+    norm_class = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
+    return norm_class(
         size or config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
     )

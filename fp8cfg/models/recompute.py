@@ -1,15 +1,20 @@
-"""Selective activation recomputation: what lies between a layer's products is not kept, and computed again in the backward pass.
+"""Selective activation recomputation: outputs between the GEMMs of a layer are not saved.
 
-Megatron's `recompute_granularity=selective` (arXiv 2205.05198, section 5) with its recompute_modules core_attn and layernorm, and
-the activation function, which Megatron repeats in experts alone (moe_act): cheap parts of a layer whose outputs take much memory.
-The layer behind such a part keeps that output too, as its input; it is discarded there, and made again when that layer's backward
-pass asks for it (Megatron's CheckpointWithoutOutput), once for both. Products themselves are not repeated. FP8 layers quantize an input that
-was made again with the same scale, and count it once. Every number is that of a run without recomputation.
+This is Megatron's recompute_granularity=selective (arXiv 2205.05198, section 5) for the modules
+core_attn and layernorm, and for the activation function, which Megatron recomputes in experts only
+(moe_act). These parts are cheap, and their outputs take much memory.
 
-Without recomputation norms and activation functions are `recomputed` too, as fused kernels do, and nothing is `discarded`.
+Such an output would be saved twice: by its own operation and as the input of the next layer.
+`recompute_in_backward` handles the first. `discard_output` handles the second: the next layer saves a
+note instead, and its backward pass computes the output again, once for both (Megatron's
+CheckpointWithoutOutput). GEMMs are never repeated. FP8 layers quantize a recomputed input with the same
+scale and record its amax once. All values are those of a run without recomputation.
 
-In compiled code a layer is a checkpoint that keeps outputs of products (torch's selective activation checkpointing), of which the
-compiler makes as few repeated operations as it needs.
+Norms and activation functions use `recompute_in_backward` without recompute_granularity too, as fused
+kernels do. Only `discard_output` is specific to "selective".
+
+In compiled code a layer is a checkpoint of torch instead, which saves the outputs of GEMMs (selective
+activation checkpointing). The compiler decides what it recomputes.
 """
 
 from __future__ import annotations
@@ -28,128 +33,180 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 Function = Callable[..., Tensor]
 
 
-def recomputed(function: Function, owner: nn.Module | None, *inputs: Tensor) -> Tensor:
-    """`function(*inputs)`, of which nothing but the inputs is kept for the backward pass, where it is called again. `owner` has the
-    parameters that it reads, None if it reads none. It must draw no random numbers, and give the same again.
+def recompute_in_backward(function: Function, owner: nn.Module | None, *inputs: Tensor) -> Tensor:
+    """Calls `function(*inputs)`, saves only the inputs, and calls it again in the backward pass.
+
+    Args:
+        function: It must be deterministic and draw no random numbers.
+        owner: The module with the parameters that `function` reads. None if it reads none.
+        *inputs: Its arguments.
+
+    Returns:
+        The output of `function`.
     """
     parameters = [] if owner is None else list(owner.parameters())
-    needed = any(t.requires_grad for t in (*inputs, *parameters))
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed):
+    needs_grad = any(tensor.requires_grad for tensor in (*inputs, *parameters))
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not needs_grad:
         return function(*inputs)
-    made: Tensor = _Recomputed.apply(function, owner, len(inputs), *inputs, *parameters)
-    return made
+    output: Tensor = _Recompute.apply(function, owner, len(inputs), *inputs, *parameters)
+    return output
 
 
-def discarded(
-    y: Tensor, through: Function | None = None, read: Tensor | None = None
+def discard_output(
+    output: Tensor, transform: Function | None = None, transformed: Tensor | None = None
 ) -> AbstractContextManager[Any]:
-    """A context in which `y`, made by `recomputed`, is not kept by what reads it; another tensor is kept as ever. With `through`
-    it is `read` that is not kept, through(y)."""
-    if torch.compiler.is_compiling() or not isinstance(node := y.grad_fn, _NODE):
+    """Returns a context in which operations do not save `output` for the backward pass.
+
+    They save a note, which recomputes `output`. Other tensors are saved as usual. The context does
+    nothing for a tensor that `recompute_in_backward` did not return.
+
+    Args:
+        output: An output of `recompute_in_backward`.
+        transform: A function of `output`, such as an all-gather.
+        transformed: transform(output). With `transform` this tensor is not saved, instead of `output`.
+    """
+    if torch.compiler.is_compiling():
         return nullcontext()
-    read = y if read is None else read
-    storage, kind, dtype = read.untyped_storage()._cdata, type(read), read.dtype
+    node: Any = output.grad_fn
+    if not isinstance(node, _NODE):
+        return nullcontext()
+    discarded = output if transformed is None else transformed
+    storage = discarded.untyped_storage()._cdata
+    tensor_type, dtype = type(discarded), discarded.dtype
 
-    def pack(t: Tensor) -> Any:
-        if type(t) is kind and t.dtype == dtype and t.untyped_storage()._cdata == storage:
-            return _Discarded(node, through, t.shape, t.stride(), t.storage_offset())
-        return t
+    def pack(tensor: Tensor) -> Any:
+        # Layers save views of their input, so compare the storage.
+        has_same_type = type(tensor) is tensor_type and tensor.dtype == dtype
+        if has_same_type and tensor.untyped_storage()._cdata == storage:
+            view = tensor.shape, tensor.stride(), tensor.storage_offset()
+            return _DiscardedView(node, transform, *view)
+        return tensor
 
-    return saved_tensors_hooks(
-        pack, lambda kept: kept.again() if isinstance(kept, _Discarded) else kept
-    )
+    def unpack(saved: Any) -> Any:
+        if isinstance(saved, _DiscardedView):
+            return saved.restore()
+        return saved
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 @dataclass(frozen=True)
-class _Discarded:
-    """A view of an output that was discarded, or of what was made `through` a function of it."""
+class _DiscardedView:
+    """A view of a discarded tensor: the output of `node`, or `transform` of it."""
 
     node: Any
-    through: Function | None
+    transform: Function | None
     shape: Sequence[int]
     stride: Sequence[int]
     offset: Any
 
     @torch.no_grad()
-    def again(self) -> Tensor:
-        """The view of what is made again, and kept until the backward pass has gone through the output."""
-        whole = _outputs(self.node).detach()
-        if self.through is not None:
-            whole = self.node.read = (
-                self.through(whole) if self.node.read is None else self.node.read
-            )
-        return whole.as_strided(self.shape, self.stride, self.offset)
+    def restore(self) -> Tensor:
+        """Recomputes the tensor. The node keeps it until its own backward pass is done."""
+        tensor = _recompute_output(self.node).detach()
+        if self.transform is not None:
+            if self.node.transformed is None:
+                self.node.transformed = self.transform(tensor)
+            tensor = self.node.transformed
+        return tensor.as_strided(self.shape, self.stride, self.offset)
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
+    """Autograd function of `recompute_in_backward`.
+
+    Attributes of the context:
+        graph: After recomputation, the inputs and parameters, and the output. None before it.
+        transformed: After recomputation, the transformed output of `_DiscardedView`, if any.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, function: Function, owner: nn.Module | None, count: int, *tensors: Tensor
+        ctx: Any, function: Function, owner: nn.Module | None, num_inputs: int, *tensors: Tensor
     ) -> Tensor:
-        ctx.function, ctx.owner, ctx.graph, ctx.read = function, owner, None, None
-        ctx.save_for_backward(*tensors[:count])
-        ctx.autocast = _autocast(tensors[0].device.type)
-        return function(*tensors[:count])
+        # `tensors` are the inputs and then the parameters: autograd returns gradients for these.
+        inputs = tensors[:num_inputs]
+        ctx.function = function
+        ctx.owner = owner
+        ctx.graph = None
+        ctx.transformed = None
+        ctx.save_for_backward(*inputs)
+        ctx.autocast = _current_autocast(inputs[0].device.type)
+        return function(*inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        output = _outputs(ctx)
-        wanted = [t for t in ctx.graph[0] if t.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-        gradients = [next(found) if t.requires_grad else None for t in ctx.graph[0]]
-        ctx.graph = ctx.read = None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        output = _recompute_output(ctx)
+        tensors = ctx.graph[0]
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        # allow_unused: the function may ignore an input.
+        computed = torch.autograd.grad(output, differentiable, grad_output, allow_unused=True)
+        remaining = iter(computed)
+        gradients: list[Tensor | None] = []
+        for tensor in tensors:
+            gradients.append(next(remaining) if tensor.requires_grad else None)
+        ctx.graph = None
+        ctx.transformed = None
         return None, None, None, *gradients
 
 
-_NODE: Any = _Recomputed._backward_cls  # the type of the node that `apply` leaves in the graph
+_NODE: Any = _Recompute._backward_cls  # the class of `grad_fn` of its outputs
 
 
-def _outputs(node: Any) -> Tensor:
-    """The output of `node`, made again with a graph of its own, once until the backward pass has gone through that. Parameters are
-    those of the module as it is then: FSDP2 changes them between gathered and sharded ones."""
+def _recompute_output(node: Any) -> Tensor:
+    """Returns the output of a `_Recompute` node, with a graph of its own.
+
+    The node caches it until its backward pass, so the function runs once.
+    """
     if node.graph is None:
-        needs = node.needs_input_grad[3:]
+        needs_grad = node.needs_input_grad[3:]
+        # Not strict: `needs_grad` also has the parameters.
         inputs = [
-            t.detach().requires_grad_(n) for t, n in zip(node.saved_tensors, needs, strict=False)
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(node.saved_tensors, needs_grad, strict=False)
         ]
+        # The module's current parameters: FSDP2 replaces sharded with gathered ones.
         parameters = [] if node.owner is None else list(node.owner.parameters())
         with torch.enable_grad(), node.autocast():
-            node.graph = [*inputs, *parameters], node.function(*inputs)
-    output: Tensor = node.graph[1]
-    return output
+            output = node.function(*inputs)
+        node.graph = [*inputs, *parameters], output
+    cached: Tensor = node.graph[1]
+    return cached
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes torch's autocast as it is now."""
+def _current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns a function that makes a torch.autocast context with the current settings."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    enabled = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype, enabled, cache_enabled=False)
 
 
-_OPS = torch.ops.aten
-_PRODUCTS = frozenset(
+_ATEN = torch.ops.aten
+_GEMMS = frozenset(
     {
-        _OPS.mm.default,
-        _OPS.addmm.default,
-        _OPS.bmm.default,
-        _OPS.baddbmm.default,
-        _OPS._scaled_mm.default,
-        _OPS._scaled_dot_product_flash_attention.default,
-        _OPS._scaled_dot_product_efficient_attention.default,
-        _OPS._scaled_dot_product_cudnn_attention.default,
-        _OPS._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.baddbmm.default,
+        _ATEN._scaled_mm.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What compiled code does not repeat, beside the operators of fp8cfg itself: products, and quantizations, which note amaxes."""
 
 
-def keep_products() -> Any:
-    """The `context_fn` of torch's checkpoint for a layer in compiled code, which keeps outputs of products."""
-    return create_selective_checkpoint_contexts(_policy)
+def keep_gemm_outputs() -> Any:
+    """Returns the contexts of torch's checkpoint (`context_fn`) for a layer in compiled code."""
+    return create_selective_checkpoint_contexts(_checkpoint_policy)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in _PRODUCTS or getattr(op, "namespace", "") == "fp8cfg"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _checkpoint_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Operators of fp8cfg quantize. A second call would record the amax twice.
+    is_quantization = getattr(op, "namespace", "") == "fp8cfg"
+    if op in _GEMMS or is_quantization:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

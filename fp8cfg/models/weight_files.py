@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 
 
-def no_weights(folder: Path) -> str:
-    """Returns why there are no weights to read in `folder`, and what to do; empty if there are."""
-    if (folder / INDEX).is_file() or (folder / WHOLE).is_file():
+def missing_weights(folder: Path) -> str:
+    """Returns why a folder has no readable weights and what to do, or "" if it has some."""
+    if (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file():
         return ""
     if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pt*")):
         line = (
@@ -22,6 +22,6 @@ def no_weights(folder: Path) -> str:
             f' python -c "{line}"'
         )
     return (
-        f"has neither {WHOLE} nor {INDEX}; copy the weights there, or set model.weights=null to"
-        " start from random weights"
+        f"has neither {SINGLE_FILE} nor {INDEX}; copy the weights there, or set model.weights=null"
+        " to start from random weights"
     )

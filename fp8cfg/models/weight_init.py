@@ -1,11 +1,12 @@
-"""Weight initialization: random numbers of a parameter, block of rows by block, the same whoever draws them.
+"""Weight initialization with values that don't depend on the layout.
 
-Each block of a weight's rows has a generator state of its own, of the seed, the parameter's name and the block's number. So a rank
-draws the rows that it has and no more than two blocks beside, and one seed gives one model whatever the layout: whole on every
-rank, split over data-parallel or tensor-parallel ranks, or a pipeline stage. A rank that has columns draws whole rows and keeps its
-own.
+The rows of a weight are drawn in blocks. Each block has its own generator state, from the seed, the
+parameter's name and the block's number. So a rank draws only the blocks that overlap its rows, and one
+seed gives one model: on one rank, split over data-parallel or tensor-parallel ranks, or in pipeline
+stages. A rank with some of the columns draws full rows and keeps its columns.
 
-Torch's generator on a CPU keeps 32 bits of a seed: among the hundred thousand blocks of eight billion parameters two may be alike.
+torch's CPU generator uses 32 bits of a seed. Among the hundred thousand blocks of eight billion parameters
+two may be equal.
 """
 
 from __future__ import annotations
@@ -22,75 +23,104 @@ from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
 
+BLOCK = 1 << 16
+"""Elements of a block, which has at least one row. Seeding costs as much as some hundred numbers."""
+RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Part number `rank` of `ranks` equal ones along dimension `dim`. Of a parameter of several `pieces`, matrices one behind the
-    other such as gate and up projection, it is that part of each of them."""
+    """One of several equal parts of a parameter.
+
+    Attributes:
+        rank: Number of the part.
+        ranks: Number of parts.
+        dim: The dimension that is split.
+        pieces: Number of concatenated matrices in the parameter, such as gate and up projection. The
+            part then has that part of each matrix.
+    """
 
     rank: int
     ranks: int
     dim: int = 0
     pieces: int = 1
 
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+    def part(self, full: Tensor) -> Tensor:
+        """Returns this part of a full tensor."""
         chunks = [
             piece.chunk(self.ranks, self.dim)[self.rank]
-            for piece in whole.chunk(self.pieces, self.dim)
+            for piece in full.chunk(self.pieces, self.dim)
         ]
-        return torch.cat(chunks, self.dim) if self.pieces > 1 else chunks[0]
+        if self.pieces == 1:
+            return chunks[0]  # a view
+        return torch.cat(chunks, self.dim)
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of the parts of all ranks, in their order."""
-        chunks = [part.chunk(self.pieces, self.dim) for part in parts]
-        return torch.cat(
-            [of_rank[piece] for piece in range(self.pieces) for of_rank in chunks], self.dim
-        )
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the full tensor from the parts of all ranks, in their order."""
+        pieces_by_rank = [part.chunk(self.pieces, self.dim) for part in parts]
+        chunks = [pieces[piece] for piece in range(self.pieces) for pieces in pieces_by_rank]
+        return torch.cat(chunks, self.dim)
 
     def run(self, shape: Sequence[int]) -> int:
-        """How many elements of a part of that `shape` stand one behind the other in the whole too."""
+        """Returns how many adjacent elements of a part are adjacent in the full tensor too.
+
+        Args:
+            shape: Shape of the part.
+        """
         return prod(shape[self.dim :]) // self.pieces
 
     def boxes(self, length: int) -> Iterator[tuple[int, int, int]]:
-        """For each piece where it begins and ends in a part that is `length` long, and where it begins in the whole."""
+        """Yields the range of each piece along the split dimension.
+
+        Args:
+            length: Size of the part along that dimension.
+
+        Yields:
+            Start and stop in the part, and start in the full tensor.
+        """
         size = length // self.pieces
         for piece in range(self.pieces):
             yield piece * size, (piece + 1) * size, (piece * self.ranks + self.rank) * size
 
 
-BLOCK = 1 << 16
-"""Elements of a block, at least one row. Seeding costs as much as drawing some hundred numbers."""
-RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
-
-
-def fill_first(
+def init_parameter(
     out: Tensor,
     name: str,
     config: TransformerConfig,
     seed: int,
     columns: int | None = None,
-    first: tuple[int, ...] = (0, 0),
+    offset: tuple[int, ...] = (0, 0),
     device: str = "cpu",
 ) -> None:
-    """Fill `out` with what the parameter `name` of a Transformer of `config` has from `first` on: norms so that they multiply by 1,
-    biases with 0, weights from normal(0, init_std), as Megatron; the other arguments are those of `draw_normal`.
+    """Fills a part of a parameter with its initial values.
 
-    Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does not grow with
-    depth."""
-    if out.dim() == 1:
-        out.fill_(0.0 if name.endswith(".bias") or config.layernorm_zero_centered_gamma else 1.0)
+    Weights are drawn from normal(0, init_std), as in Megatron. Norms multiply by 1, biases are 0. Layers
+    that write into the residual stream have init_std / sqrt(2 * num_layers): the variance of the
+    stream then does not grow with the depth.
+
+    Args:
+        out: The part, any float dtype and device.
+        name: Name of the parameter.
+        config: The model's shapes.
+        seed: See `draw_normal`.
+        columns: See `draw_normal`.
+        offset: See `draw_normal`. Vectors ignore it.
+        device: See `draw_normal`.
+    """
+    if out.dim() > 1:
+        place = (offset[0], offset[1])
+        draw_normal(out, init_std(config, name), seed, name, columns, place, device)
+    elif name.endswith(".bias") or config.layernorm_zero_centered_gamma:
+        out.fill_(0.0)
     else:
-        draw_normal(out, init_std(config, name), seed, name, columns, (first[0], first[1]), device)
+        out.fill_(1.0)
 
 
 def init_std(config: TransformerConfig, name: str) -> float:
-    """The standard deviation of the first values of a weight."""
-    return (
-        config.init_std / math.sqrt(2 * config.num_layers)
-        if name.endswith(RESIDUAL_OUTPUTS)
-        else config.init_std
-    )
+    """Returns the standard deviation of the initial values of the weight `name`."""
+    if name.endswith(RESIDUAL_OUTPUTS):
+        return config.init_std / math.sqrt(2 * config.num_layers)
+    return config.init_std
 
 
 @torch.no_grad()
@@ -100,30 +130,42 @@ def draw_normal(
     seed: int,
     name: str,
     columns: int | None = None,
-    first: tuple[int, int] = (0, 0),
+    offset: tuple[int, int] = (0, 0),
     device: str = "cpu",
 ) -> None:
-    """Fill `out` [r, c], of any floating dtype and device, from normal(0, `std`): with the rows and columns from `first` on of the
-    parameter `name`, which has as many `columns`, by default those of `out`. Numbers are drawn in float32 on `device`; those of a
-    GPU are others than those of a CPU."""
-    row, column = first
+    """Fills a part of a weight from normal(0, `std`).
+
+    Args:
+        out: The part [rows, columns], any float dtype and device.
+        std: Standard deviation.
+        seed: Seed of the model.
+        name: Name of the weight.
+        columns: Columns of the full weight. Default those of `out`.
+        offset: First row and column of the part in the full weight.
+        device: Device that draws the numbers, in float32. A GPU draws other numbers than a CPU.
+    """
+    first_row, first_column = offset
     columns = columns or out.shape[1]
-    rows = max(1, BLOCK // columns)
+    rows_per_block = max(1, BLOCK // columns)
+    last_row = first_row + len(out)
+    if out.numel() == 0:
+        return
     generator = torch.Generator(device)
-    drawn = torch.empty(rows, columns, dtype=torch.float32, device=device)
-    last = row + len(out)
-    for block in range(row // rows, -(-last // rows)) if out.numel() else ():
-        at = block * rows
+    values = torch.empty(rows_per_block, columns, dtype=torch.float32, device=device)
+    for block in range(first_row // rows_per_block, math.ceil(last_row / rows_per_block)):
+        block_start = block * rows_per_block
         generator.manual_seed(block_seed(seed, name, block))
-        drawn.normal_(0.0, std, generator=generator)
-        start, stop = max(at, row), min(at + rows, last)
-        out[start - row : stop - row].copy_(
-            drawn[start - at : stop - at, column : column + out.shape[1]]
-        )
+        values.normal_(0.0, std, generator=generator)
+        start = max(block_start, first_row)
+        stop = min(block_start + rows_per_block, last_row)
+        part = values[
+            start - block_start : stop - block_start, first_column : first_column + out.shape[1]
+        ]
+        out[start - first_row : stop - first_row].copy_(part)
 
 
 def block_seed(seed: int, name: str, block: int) -> int:
-    """The seed of a block, 63 bits."""
+    """Returns the seed of a block, 63 bits."""
     digest = hashlib.blake2b(repr((seed, name, block)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -131,30 +173,42 @@ def block_seed(seed: int, name: str, block: int) -> int:
 def local_parts(
     parameter: Tensor, shard: TensorShard | None = None
 ) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """The boxes of a parameter that this rank has, each with its place in the whole: one, or one for each piece of a tensor
-    `shard`, which may itself be split by FSDP2."""
-    part, first = local_part(parameter)
+    """Yields the parts of a parameter that this rank has.
+
+    Args:
+        parameter: The parameter. FSDP2 may have split it.
+        shard: The part of tensor parallelism that `parameter` is, or None.
+
+    Yields:
+        Each part with its offset in the full parameter: one part, or one for each piece of `shard`.
+    """
+    part, offset = local_part(parameter)
     if shard is None:
-        yield part, first
+        yield part, offset
         return
-    dim, begins = shard.dim, first[shard.dim]
-    for start, stop, at in shard.boxes(parameter.shape[dim]):
-        low, high = max(start, begins), min(stop, begins + part.shape[dim])
-        if low < high:
-            place = (*first[:dim], at + low - start, *first[dim + 1 :])
-            yield part.narrow(dim, low - begins, high - low), place
+    dim = shard.dim
+    # FSDP2 split the tensor-parallel part again, so the ranges of both intersect.
+    part_start = offset[dim]
+    part_stop = part_start + part.shape[dim]
+    for box_start, box_stop, full_start in shard.boxes(parameter.shape[dim]):
+        start, stop = max(box_start, part_start), min(box_stop, part_stop)
+        if start < stop:
+            full_offset = (*offset[:dim], full_start + start - box_start, *offset[dim + 1 :])
+            yield part.narrow(dim, start - part_start, stop - start), full_offset
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter, and where in the whole it begins: of a DTensor the local tensor, or else all of it."""
-    whole: Any = parameter
-    if not hasattr(whole, "to_local"):
-        return parameter, (0,) * parameter.dim()
-    from torch.distributed.tensor._utils import (
-        compute_local_shape_and_global_offset,
-    )  # inside: it takes a second to load
+    """Returns this rank's part of a parameter and its offset in the full one.
 
-    _, first = compute_local_shape_and_global_offset(
-        whole.shape, whole.device_mesh, whole.placements
+    The part of a DTensor is its local tensor. Any other tensor is returned as it is.
+    """
+    dtensor: Any = parameter
+    if not hasattr(dtensor, "to_local"):
+        return parameter, (0,) * parameter.dim()
+    # Imported here because it takes a second to load.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        dtensor.shape, dtensor.device_mesh, dtensor.placements
     )
-    return whole.to_local(), tuple(first)
+    return dtensor.to_local(), tuple(offset)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8cfg.models.attention import expect_queries
+from fp8cfg.models.attention import prepare_lower_right_bias
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.parallel.tensor_collectives import gather_from_sequence_parallel
 
@@ -41,7 +41,7 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     chunk_length = cast(TransformerConfig, model.config).seq_length // (2 * context.size)
     # For the chunks of all ranks: the coverage report of one rank covers all of them.
     for number in range(2 * context.size):
-        expect_queries(chunk_length, (number + 1) * chunk_length)
+        prepare_lower_right_bias(chunk_length, (number + 1) * chunk_length)
     for layer in model.layers:  # type: ignore[union-attr]
         attention = layer.self_attention
         attention.core_attention = ContextParallelAttention(attention.core_attention, context)

@@ -277,7 +277,7 @@ class _Chunk(nn.Module):
         context = getattr(model, "context", None)
         if context is not None:  # each context rank computes its part of every sequence
             positions = context.part(positions)
-        positions = model.places(positions, documents)
+        positions = model.token_positions(positions, documents)
         if self.is_first:
             if context is not None:
                 x = context.part(x)

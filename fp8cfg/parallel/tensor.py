@@ -134,7 +134,7 @@ def split_model(model: Transformer, place: TensorRank) -> None:
         _split_column_parallel(attention.linear_qkv, place)
         _split_row_parallel(attention.linear_proj, place)
         attention.num_query_groups //= place.size
-        if attention.normed == "hidden":  # norms over all heads together
+        if attention.qk_layernorm == "hidden":  # norms over all heads together
             for norm in (attention.q_layernorm, attention.k_layernorm):
                 for name, _ in list(norm.named_parameters()):
                     _keep_part(norm, name, TensorShard(place.rank, place.size))

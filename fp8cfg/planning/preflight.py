@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
-from fp8cfg.models.weight_files import no_weights
+from fp8cfg.models.weight_files import missing_weights
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layout, smoke, training_data
 from fp8cfg.planning.fit_search import (
@@ -315,7 +315,7 @@ def _path_problems(recipe: Recipe) -> list[str]:
         if problem:
             problems.append(f"{key}={path}: {problem}")
     if weights and Path(weights).expanduser().is_dir():
-        problem = no_weights(Path(weights).expanduser())
+        problem = missing_weights(Path(weights).expanduser())
         if problem:
             problems.append(f"model.weights={weights}: {problem}")
     problems += _tokenizer_problems(recipe)

@@ -259,7 +259,9 @@ class RunWeights:
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
         self._adapters = make_adapters(self.recipe)
-        self.adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
+        self.adapted = (
+            sorted({p.module for p in self._adapters.projections}) if self._adapters else []
+        )
         if self._adapters:
             refuse_other_base(self.recipe, state.get("base"))
         self._first = first_weight(self.recipe) if self._adapters else None
@@ -295,7 +297,7 @@ class RunWeights:
         """Returns the adapters of a layer from `adapted`, in the dtype of the run."""
         assert self._adapters, "it has some"
         made, dtype = (
-            self._adapters.of(module, "meta"),
+            self._adapters.build(module, "meta"),
             DTYPES[self._state.other["weight"]],
         )
         made.load_state_dict(
@@ -358,7 +360,7 @@ class RunWeights:
         config = transformer_config(self.recipe)
         expected = {} if self._first else dict(parameter_shapes(config))
         for module in self.adapted:
-            of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
+            of_layer = self._adapters.build(module, "meta").state_dict()  # type: ignore[union-attr]
             expected |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
         # A tied output layer may be saved under its own name, too.
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()

@@ -14,7 +14,7 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state
 from fp8cfg.models.config import adapter_parameters
-from fp8cfg.models.lora import adapted
+from fp8cfg.models.lora import adapted_layers
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.planning.layer_plan import adapted_projections as planned_adapters
 from fp8cfg.planning.layer_plan import attention_plan
@@ -115,7 +115,7 @@ def test_frozen_layers_multiply_forward_and_backward_and_make_no_weight_gradient
     if not job.recipe.fp8.enabled:
         assert job.prepared.model.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16
         return
-    reached, with_adapters = False, {name for name, *_ in adapted(job.model)}
+    reached, with_adapters = False, {name for name, *_ in adapted_layers(job.model)}
     for linear in trained["coverage"].data()["linears"]:
         fp8, name = linear["fprop"] != job.recipe.precision.compute, linear["name"]
         assert linear["wgrad"] == "none" and (linear["dgrad"] == "none") == (not reached), name

@@ -14,7 +14,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.building.first_weights import hf_layout
 from fp8cfg.models import hf_checkpoint, hf_export
-from fp8cfg.models.lora import adapted
+from fp8cfg.models.lora import adapted_layers
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema import hugging_face
@@ -68,7 +68,7 @@ def whole(run: Path) -> dict[str, Tensor]:
     """The weights of the run's model, by their names, in bfloat16."""
     found = trained_model.load(run, print)
     held = {name: t for name, t in found.model.state_dict().items() if ".lora." not in name}
-    for name, layer, adapter in adapted(found.model):
+    for name, layer, adapter in adapted_layers(found.model):
         weight: Any = (
             layer.dequantized_weight(torch.float32)
             if hasattr(layer, "dequantized_weight")
@@ -177,7 +177,7 @@ def test_files_are_safetensors_own(fp8: str | None, tmp_path: Path) -> None:
     model = Transformer(config)
     model.init_weights(0)
     state = model.state_dict()
-    hf_export.write(
+    hf_export.write_model(
         tmp_path,
         config,
         {},
@@ -185,7 +185,7 @@ def test_files_are_safetensors_own(fp8: str | None, tmp_path: Path) -> None:
         lambda name: (state[name], None),
         fp8,
         linears,
-        shard=40_000,
+        max_file_bytes=40_000,
     )
     files = list(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2

@@ -76,7 +76,7 @@ def test_fp8_weights_are_exported_bit_for_bit(tmp_path: Path, in_fp8: Path, fp8:
     ] == ["lm_head"]
     stored = Checkpoint(tmp_path / "out")
     assert (
-        stored.where["model.layers.0.mlp.gate_proj.weight"]
+        stored.files["model.layers.0.mlp.gate_proj.weight"]
         .get_tensor("model.layers.0.mlp.gate_proj.weight")
         .dtype
         == torch.float8_e4m3fn
@@ -164,13 +164,13 @@ def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
     model = Transformer(config)
     model.init_weights(0)
     state = model.state_dict()
-    hf_export.write(
+    hf_export.write_model(
         tmp_path,
         config,
         {},
         hf_checkpoint.Layout(hf_checkpoint.LLAMA),
         lambda name: (state[name], None),
-        shard=40_000,
+        max_file_bytes=40_000,
     )
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     stored = Checkpoint(tmp_path)
@@ -211,7 +211,7 @@ def test_the_dtype_is_that_of_the_run_or_chosen(
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     stored = Checkpoint(out)
     ours = dict(plain(in_fp32).named_parameters())["layers.0.mlp.linear_fc2.weight"]
-    theirs = stored.where["model.layers.0.mlp.down_proj.weight"].get_tensor(
+    theirs = stored.files["model.layers.0.mlp.down_proj.weight"].get_tensor(
         "model.layers.0.mlp.down_proj.weight"
     )
     assert torch.equal(theirs, ours.to(dtype))
@@ -229,7 +229,7 @@ def test_a_weight_too_large_for_fp16_is_refused() -> None:
     wide = torch.tensor([1.0, 70_000.0])
     with pytest.raises(hf_export.WeightOverflow, match="values beyond 65504"):
         list(
-            hf_export._tensors(
+            hf_export._stored_tensors(
                 "norm.weight",
                 ["norm.weight"],
                 config,

@@ -21,7 +21,7 @@ from fp8cfg.models.hf_checkpoint import (
 )
 from fp8cfg.models.transformer import (
     Transformer,
-    positions_within,
+    positions_in_documents,
 )
 
 # Small contexts, so that 16 to 64 positions see the low, the blended and the high band of the scaling.
@@ -130,7 +130,7 @@ def test_packed_documents_are_those_of_transformers() -> None:
     documents = (torch.arange(64) >= torch.tensor([[20], [41]])).int() + (
         torch.arange(64) >= 50
     ).int()
-    positions = positions_within(documents)
+    positions = positions_in_documents(documents)
     logits, expected = (
         ours(tokens, documents=documents),
         theirs(tokens, position_ids=positions, use_cache=False).logits,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.transformer import Transformer, positions_within
+from fp8cfg.models.transformer import Transformer, positions_in_documents
 from tests.support.small import small
 
 CONFIG: dict[str, Any] = {
@@ -134,7 +134,7 @@ def test_each_key_acts_by_itself(flag: str) -> None:
     apart = documents > 0
     assert differs[apart].any() != (flag == "reset_attention_mask")
     assert torch.equal(
-        positions_within(documents)[2], torch.cat([torch.arange(20), torch.arange(12)])
+        positions_in_documents(documents)[2], torch.cat([torch.arange(20), torch.arange(12)])
     )
 
 
@@ -149,7 +149,7 @@ def test_masks_and_positions_are_those_of_megatron() -> None:
         before = i + 1
     ends = (data == end).int()
     documents = (ends.cumsum(0) - ends)[None]
-    assert positions_within(documents)[0].tolist() == positions.tolist()
+    assert positions_in_documents(documents)[0].tolist() == positions.tolist()
     model = model_of({"seq_length": 10, "vocab_size": 272}, reset_attention_mask=True)
     added = masks_of(model, data[None], documents)[0]
     assert added is not None and torch.equal(added[0, 0] == 0, mask.bool())
@@ -198,7 +198,7 @@ def test_layers_share_one_mask_of_each_kind() -> None:
 def test_targets_without_documents_are_refused() -> None:
     tokens = tokens_of(numbered())
     with pytest.raises(
-        ValueError, match=r"call model\(tokens, targets, documents\), the tensors of a batch"
+        ValueError, match=r"call model\(tokens, targets, documents\) with the tensors of a batch"
     ):
         model_of({}, **RESETS)(tokens, tokens)
     loss = model_of({}, **RESETS)(tokens, tokens, numbered())

@@ -21,7 +21,7 @@ from fp8cfg.models import (
     lora,
 )
 from fp8cfg.models.config import projections
-from fp8cfg.models.lora import adapted
+from fp8cfg.models.lora import adapted_layers
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import trained_model
@@ -74,7 +74,7 @@ def with_numbers(base: Path, *words: str) -> fp8cfg.Job:
         fp8cfg.compose(["recipe=from_hf", f"model.path={base}", *WORDS, *LORA, *words])
     )
     random = torch.Generator().manual_seed(3)
-    for _, _, adapter in adapted(job.model):
+    for _, _, adapter in adapted_layers(job.model):
         for low in adapter.values():
             low.lora_B.data.normal_(0, 0.1, generator=random)
     return job
@@ -83,8 +83,8 @@ def with_numbers(base: Path, *words: str) -> fp8cfg.Job:
 def written(job: fp8cfg.Job, folder: Path, base: Path) -> Path:
     folder.mkdir()
     node = job.recipe.lora
-    adapters = {name: adapter for name, _, adapter in adapted(job.model)}
-    lora.write(
+    adapters = {name: adapter for name, _, adapter in adapted_layers(job.model)}
+    lora.write_peft(
         folder,
         adapters,
         projections(job.model.config),
@@ -122,8 +122,8 @@ def test_logits_and_gradients_are_pefts(
     }
     names = hugging_face.family_of_model(job.recipe.model).names
     found = {
-        f"base_model.model.{lora.their_module(lora.Projection(at, name, 0, 0), names)}.{part}.weight": p.grad
-        for at, _, adapter in adapted(job.model)
+        f"base_model.model.{lora.hf_module(lora.Projection(at, name, 0, 0), names)}.{part}.weight": p.grad
+        for at, _, adapter in adapted_layers(job.model)
         for name, low in adapter.items()
         for part, p in low.named_parameters()
     }
@@ -192,7 +192,7 @@ def test_merged_weights_are_base_and_adapters_together(
     assert main(["export", "hf", str(run), str(tmp_path / "out"), "--merge", *form]) == 0
     found = trained_model.load(run, print)
     with torch.no_grad():
-        for name, layer, adapter in adapted(found.model):
+        for name, layer, adapter in adapted_layers(found.model):
             wide = (
                 layer.dequantized_weight(torch.float32)
                 if hasattr(layer, "dequantized_weight")
@@ -203,7 +203,7 @@ def test_merged_weights_are_base_and_adapters_together(
             )
             for (projection, low), part in zip(adapter.items(), parts, strict=True):
                 want = part + 3.0 * (low.lora_B.float() @ low.lora_A.float())
-                theirs = f"{lora.their_module(lora.Projection(name, projection, 0, 0), hugging_face.family_of_model(found.recipe.model).names)}.weight"
+                theirs = f"{lora.hf_module(lora.Projection(name, projection, 0, 0), hugging_face.family_of_model(found.recipe.model).names)}.weight"
                 have = load_file(tmp_path / "out" / "model.safetensors")[theirs]
                 if not form:
                     want = want.to(have.dtype)
@@ -227,9 +227,9 @@ def test_adapters_are_read_back_and_odd_ones_refused(base: Path, tmp_path: Path)
     again = fp8cfg.build(fp8cfg.compose(words))
     assert torch.equal(logits(again.model), logits(job.model))
     for more, line in (
-        (["lora.rank=2"], "adapter_config.json says r=4; set lora.rank=4"),
-        (["lora.alpha=2"], "says lora_alpha=12.0; set lora.alpha=12.0"),
-        (["lora.targets=[q_proj]"], "20 matrices are of other layers than lora.targets"[3:]),
+        (["lora.rank=2"], "adapter_config.json has r=4; set lora.rank=4"),
+        (["lora.alpha=2"], "has lora_alpha=12.0; set lora.alpha=12.0"),
+        (["lora.targets=[q_proj]"], "matrices belong to layers without adapters in this run"),
         (["lora.targets=[linear_qkv,lm_head]"], "matrices are missing"),
     ):
         with pytest.raises(ConfigError, match=line):
@@ -237,7 +237,7 @@ def test_adapters_are_read_back_and_odd_ones_refused(base: Path, tmp_path: Path)
     said = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
     with pytest.raises(
-        ConfigError, match=r"lora.weights=.*use_dora=True is not read here, plain LoRA is"
+        ConfigError, match=r"lora.weights=.*use_dora=True is not supported; only plain LoRA can be read"
     ):
         fp8cfg.build(fp8cfg.compose(words))
 
@@ -284,9 +284,9 @@ def test_exports_that_are_refused(
 def test_gpt2_has_no_projections_for_peft() -> None:
     with pytest.raises(
         ValueError,
-        match=r"layers\.0\.self_attention\.q_proj: no layer of its own in transformers' models of this family",
+        match=r"layers\.0\.self_attention\.q_proj: transformers' models of this family have no separate layer for it",
     ):
-        lora.their_module(projections(with_gpt().config)[0], hugging_face.FAMILIES["gpt2"].names)
+        lora.hf_module(projections(with_gpt().config)[0], hugging_face.FAMILIES["gpt2"].names)
 
 
 def with_gpt() -> Any:

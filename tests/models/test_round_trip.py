@@ -11,7 +11,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.models.hf_checkpoint import Layout, to_hf
-from fp8cfg.models.lora import adapted
+from fp8cfg.models.lora import adapted_layers
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema import hugging_face
 from fp8cfg.training import trained_model
@@ -116,7 +116,7 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
         for name, weight in found.model.state_dict().items()
         if ".lora." not in name
     }
-    for name, layer, adapter in adapted(found.model):
+    for name, layer, adapter in adapted_layers(found.model):
         held[f"{name}.weight"] = layer.dequantized_weight(torch.float32)
         adapter.merge_into(held[f"{name}.weight"])
     for name, weight in to_hf(held, *found_of(run)).items():

@@ -51,7 +51,7 @@ def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
     ("value", "name"), [(0, "math"), (1, "flash"), (2, "efficient"), (3, "cudnn")]
 )
 def test_names(value: int, name: str) -> None:
-    assert sdpa_backend.name(value) == name
+    assert sdpa_backend.backend_name(value) == name
 
 
 def test_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_queries_that_are_the_last_of_the_keys_are_asked_about_without_their_mask() -> None:
     """Its values are on no device: a GPU refuses it (attn_mask is on cpu)."""
     q, k = (torch.empty(1, 2, length, 16) for length in (4, 8))
-    with sdpa_backend._Asked() as asked:
+    with sdpa_backend._BackendQuery() as asked:
         F.scaled_dot_product_attention(
             q,
             k,

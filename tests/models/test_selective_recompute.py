@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.models.recompute import discarded, recomputed
+from fp8cfg.models.recompute import discard_output, recompute_in_backward
 from tests.models.test_packed_documents import FAMILIES, model_of, numbered, tokens_of
 
 KINDS = {
@@ -69,8 +69,8 @@ def test_a_part_is_computed_once_more_for_its_reader_and_itself(trained: bool) -
         Counted(),
         nn.Linear(4, 2).requires_grad_(trained),
     )
-    y = recomputed(part, part, x)
-    with discarded(y):
+    y = recompute_in_backward(part, part, x)
+    with discard_output(y):
         out = reader(y)
     kept = [t for t in (getattr(y.grad_fn, "saved_tensors", ())) if t is not x]
     assert part.calls == 1 and kept == [] and y.grad_fn is not None
@@ -87,8 +87,8 @@ def test_a_part_is_computed_once_more_for_its_reader_and_itself(trained: bool) -
 def test_a_view_of_what_is_discarded_is_made_again() -> None:
     x, part = torch.randn(2, 3, 4, requires_grad=True), Counted()
     weight = torch.randn(5, 2, requires_grad=True)
-    y = recomputed(part, part, x)
-    with discarded(y):
+    y = recompute_in_backward(part, part, x)
+    with discard_output(y):
         out = y.flatten(0, 1)[1:, 2:] @ weight.mT
     out.sum().backward()
     want = torch.autograd.grad((part(x).flatten(0, 1)[1:, 2:] @ weight.mT).sum(), (x, weight))
@@ -98,6 +98,6 @@ def test_a_view_of_what_is_discarded_is_made_again() -> None:
 def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
     x, part = torch.randn(3, 4), Counted()
     with torch.no_grad():
-        assert recomputed(part, part, x).grad_fn is None
+        assert recompute_in_backward(part, part, x).grad_fn is None
     part.requires_grad_(False)
-    assert recomputed(part, part, x).grad_fn is None
+    assert recompute_in_backward(part, part, x).grad_fn is None

@@ -331,7 +331,7 @@ def test_sent_bytes_are_counted(two: list[dict[str, Any]]) -> None:
 
 def test_the_bias_of_flash_attention_is_the_mask_that_a_cpu_takes() -> None:
     q, k, v = (torch.randn(2, heads, tokens, 16) for heads, tokens in ((4, 8), (2, 24), (2, 24)))
-    attention.expect_queries(8, 24)
+    attention.prepare_lower_right_bias(8, 24)
     biased = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attention._LOWER_RIGHT[8, 24], enable_gqa=True
     )

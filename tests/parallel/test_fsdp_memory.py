@@ -169,7 +169,7 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
             job_of("precision=fp32 trainer.seed=7", WHOLE, wide),
             family_of_model(small().model),
         )
-        hf_export.write(
+        hf_export.write_model(
             tmp_path,
             transformer_config(drawn.recipe),
             family.write(drawn.recipe.model),

@@ -571,7 +571,7 @@ def test_a_shard_is_one_part_of_each_piece() -> None:
         [TensorShard(rank, 3, 0, pieces=2) for rank in range(3)],
     )
     assert shards[1].part(whole)[:, 0].tolist() == [4, 6, 16, 18]
-    assert torch.equal(shards[0].whole([shard.part(whole) for shard in shards]), whole)
+    assert torch.equal(shards[0].join([shard.part(whole) for shard in shards]), whole)
     assert list(shards[1].boxes(4)) == [(0, 2, 2), (2, 4, 8)]
     columns = [TensorShard(rank, 2, 1) for rank in range(2)]
-    assert torch.equal(columns[0].whole([shard.part(whole) for shard in columns]), whole)
+    assert torch.equal(columns[0].join([shard.part(whole) for shard in columns]), whole)
