@@ -177,7 +177,8 @@ def test_other_quantizations_and_scales_are_refused(tmp_path: Path) -> None:
         json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
     )
     with pytest.raises(
-        ValueError, match="quant_method=gptq: not supported; use a checkpoint with one of compressed-tensors, fp8"
+        ValueError,
+        match="quant_method=gptq: not supported; use a checkpoint with one of compressed-tensors, fp8",
     ):
         Checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"scales of shape \[3, 1\] do not fit a weight of 4 x 4"):

@@ -237,7 +237,8 @@ def test_adapters_are_read_back_and_odd_ones_refused(base: Path, tmp_path: Path)
     said = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
     with pytest.raises(
-        ConfigError, match=r"lora.weights=.*use_dora=True is not supported; only plain LoRA can be read"
+        ConfigError,
+        match=r"lora.weights=.*use_dora=True is not supported; only plain LoRA can be read",
     ):
         fp8cfg.build(fp8cfg.compose(words))
 
