@@ -1,7 +1,7 @@
 """Launch of a run. `train`, `resume`, `rerun` and the jobs of a sweep share it.
 
 start_ranks    starts a rank on each GPU, unless a launcher has started this process
-launch         prints the plan, rejects it or trains: runs.opened_run -> loop.train
+launch         prints the plan, rejects it or trains: runs.opened_run -> runs.train_job
 resume         runs.resume_run -> launch
 """
 
@@ -252,8 +252,7 @@ def _train(
 ) -> None:
     """Prints the header `head` and trains `recipe`. Resumes it if it is a smoke run."""
     from fp8cfg.training.data import run_data
-    from fp8cfg.training.loop import train
-    from fp8cfg.training.runs import opened_run, resume_smoke
+    from fp8cfg.training.runs import opened_run, resume_smoke, train_job
 
     say: Say = _say_nothing
     if _is_first_rank():
@@ -263,7 +262,7 @@ def _train(
         say(head)
         job = builder.build(recipe)
         data = run_data(job.recipe)
-        result = train(job, run, start_from, world, data=data)
+        result = train_job(job, run, start_from, world, data=data)
         losses = ""
         if result.loss is not None:
             losses += f", training loss {result.loss:.4f}"

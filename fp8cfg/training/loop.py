@@ -30,15 +30,13 @@ from fp8cfg.data import DataError
 from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.optim.lr_schedule import Schedule
-from fp8cfg.parallel.process_group import World, current
-from fp8cfg.planning.preflight import check_layout
+from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.file_names import CHECKPOINTS
-from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.sources import write_sources
 from fp8cfg.run_folder.summary import read_history
 from fp8cfg.schema import messages
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError
+from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.bad_steps import (
@@ -50,17 +48,15 @@ from fp8cfg.training.bad_steps import (
     restore_buffers,
 )
 from fp8cfg.training.compile import compile_as_chosen
-from fp8cfg.training.data import RunData, run_data, validation_batches
+from fp8cfg.training.data import validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.faults import report_fault
 from fp8cfg.training.last_step import LastStep
-from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
 from fp8cfg.training.profiling import MemorySnapshots, StepProfiler
 from fp8cfg.training.progress import Peak, Progress, peak_speed
-from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
 from fp8cfg.training.step_report import Callback, StepReport
@@ -68,6 +64,9 @@ from fp8cfg.training.step_report import Callback, StepReport
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.training.data import RunData
+    from fp8cfg.training.loggers.run_loggers import RunLoggers
+    from fp8cfg.training.run_status import RunStatus
 
 
 class Interrupted(Fp8cfgError):
@@ -118,23 +117,29 @@ class Request(IntEnum):
 
 def train(
     job: Job,
-    run: RunFolder | None = None,
-    start_from: Loaded | None = None,
-    world: World | None = None,
-    say: Callable[[str], None] = messages.say,
+    data: RunData,
+    loggers: RunLoggers,
+    status: RunStatus,
+    run: RunFolder | None,
+    start_from: Loaded | None,
+    world: World,
+    say: Callable[[str], None],
     callbacks: Sequence[Callback] = (),
-    data: RunData | None = None,
 ) -> Result:
     """Trains a job until trainer.max_steps or a signal. All ranks call it.
 
+    `runs.train_job` creates the arguments.
+
     Args:
         job: The job.
+        data: Training batches and validation samples.
+        loggers: Loggers of the run.
+        status: Gets the number of steps done.
         run: Folder for metrics, coverage and checkpoints on the first rank. None writes nothing.
         start_from: Loaded checkpoint to resume from.
-        world: Ranks of the run. Defaults to the current process group.
+        world: Ranks of the run.
         say: Prints a message, on the first rank.
         callbacks: Called on the first rank.
-        data: Data of the recipe. Loaded here by default.
 
     Returns:
         The number of steps and the last losses, without the run folder.
@@ -143,30 +148,12 @@ def train(
         NotFP8Error: The first step did not run in the planned formats.
         Interrupted: A signal stopped the run. A checkpoint was saved.
         Diverged: The loss or the gradients are not finite.
-        ConfigError: Data or batches do not fit the recipe.
+        DataError: A batch cannot be read, or has a token outside the vocabulary.
         CheckpointError: The last checkpoint could not be written.
+        OSError: A file of the run folder could not be written.
     """
-    first_step = 0
-    if start_from is not None:
-        _, state = start_from
-        first_step = state["step"]
-    world = world or current()
-    log = job.recipe.log
-    loggers = RunLoggers(job, run, world.size, messages.of_run(say, log.level, log.progress))
-    # The loggers end last, so they get the final state of the run.
-    with loggers, RunStatus(run, first_step) as status:
-        try:
-            training = _Training(job, run, world, say, callbacks, data, status, loggers)
-            return training.train(start_from)
-        except DataError as error:
-            # Some errors appear only when data are read, such as a token outside the vocabulary.
-            raise ConfigError(f"data={job.recipe.data.name}: {error}") from None
-        except OSError as error:
-            # Without a run folder, only the data are files.
-            path = job.recipe.data.path
-            if run is not None:
-                path = str(run.path)
-            raise RunFolderNotWritable(f"{path}: {error}") from None
+    training = _Training(job, data, loggers, status, run, world, say, callbacks)
+    return training.train(start_from)
 
 
 class _Training:
@@ -175,13 +162,13 @@ class _Training:
     def __init__(
         self,
         job: Job,
+        data: RunData,
+        loggers: RunLoggers,
+        status: RunStatus,
         run: RunFolder | None,
         world: World,
         say: Callable[[str], None],
         callbacks: Sequence[Callback],
-        data: RunData | None,
-        status: RunStatus,
-        loggers: RunLoggers,
     ) -> None:
         self.job = job
         self.run = run
@@ -199,12 +186,9 @@ class _Training:
         self.callbacks: Sequence[Callback] = ()
         if world.first:
             self.callbacks = callbacks
-        if data is None:
-            data = run_data(job.recipe)
         self.batches, self.validation_samples = data
         if self.batches.remark:
             self.say(labeled("data", self.batches.remark.removeprefix("data: ")))
-        check_layout(self.recipe, world.size, job.foreign)
         if count_microbatches(job, world) > 1:
             # Transformer Engine then quantizes each weight once per step, not in each microbatch.
             registry.backend(job.choice.backend).cache_weights(job.model)
@@ -621,8 +605,6 @@ class _Training:
         job, world = self.job, self.world
         self.logs = stack.enter_context(RunLogs(job, self.run, first_step, self.loggers))
         if first_step < self.max_steps:
-            if self.run:
-                write_sources(self.run.files, self.recipe)
             self.loggers.open(first_step)
         self.profiler = stack.enter_context(StepProfiler(job, self.run, self.say))
         snapshots = MemorySnapshots(job.recipe, self.run, self.say)

@@ -19,12 +19,12 @@ from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse, writable
 from fp8cfg.run_folder.metrics_file import read as read
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.step import count_microbatches
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.training.loggers.run_loggers import RunLoggers
 
 SHOWN_GAPS = 4
 """Number of gaps in metrics.jsonl that a note lists."""

@@ -1,7 +1,7 @@
 """Runs in run folders: `fit` starts one, `resume` continues one. The commands do the same.
 
-fit, train, sweep, rerun      opened_run -> loop.train
-resume, log.resume=auto       resume_run -> opened_run -> loop.train
+fit, train, sweep, rerun      opened_run -> train_job -> loop.train
+resume, log.resume=auto       resume_run -> opened_run -> train_job -> loop.train
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from fp8cfg.checkpoint import job_state, manifest, resume_rules
 from fp8cfg.checkpoint.load import open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint
 from fp8cfg.composition import compose, to_yaml
+from fp8cfg.data import DataError
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.fit_search import changed_overrides
+from fp8cfg.planning.preflight import check_layout
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, RECIPE
-from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
 from fp8cfg.run_folder.metrics_file import read
 from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.run_folder.sources import write_sources
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys
@@ -36,13 +39,16 @@ from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled
 from fp8cfg.training.data import run_data
-from fp8cfg.training.loggers.run_loggers import refuse_missing
+from fp8cfg.training.loggers.run_loggers import RunLoggers, refuse_missing
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.profiling import refuse_snapshot_on_cpu
+from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.step_report import Callback
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fp8cfg.training.data import RunData
 
 
 T = TypeVar("T")
@@ -97,7 +103,7 @@ def fit(
     # The caller has created this folder and closes it.
     if isinstance(folder, RunFolder):
         run = folder if world.first else None
-        result = train(job, run, start_from, world, say, callbacks)
+        result = train_job(job, run, start_from, world, say, callbacks)
         return _with_folder(result, run)
 
     recipe = job.recipe
@@ -126,7 +132,7 @@ def fit(
         return RunFolder.create(root, recipe.name, datetime.now(), to_yaml(recipe), path, key=key)
 
     with opened_run(create, world, _of_run(say, recipe)) as run:
-        result = train(job, run, start_from, world, say, callbacks, data)
+        result = train_job(job, run, start_from, world, say, callbacks, data)
         return _with_folder(result, run)
 
 
@@ -138,7 +144,7 @@ def _resume_job(
 
     def start(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
         with opened_run(open_folder, world, _of_run(say, job.recipe)) as run:
-            result = train(job, run, loaded, world, say, callbacks)
+            result = train_job(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
     # Only the first rank locks the folder. All others open it to read the checkpoint.
@@ -193,7 +199,7 @@ def resume(
         job = build(recipe, model)
         refuse_snapshot_on_cpu(recipe, job.device.type)
         with opened_run(open_folder, world, _of_run(say, recipe)) as run:
-            result = train(job, run, loaded, world, say, callbacks)
+            result = train_job(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
     with RunFolder.open(_to_path(folder), lock=world.first) as run:
@@ -239,6 +245,63 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
             if run.files.there and run.path != path:
                 say(labeled("run folder", printable(str(run.path))))
             run.close()
+
+
+def train_job(
+    job: Job,
+    run: RunFolder | None = None,
+    start_from: Loaded | None = None,
+    world: World | None = None,
+    say: Say = messages.say,
+    callbacks: Sequence[Callback] = (),
+    data: RunData | None = None,
+) -> Result:
+    """Trains a job in an open run folder: creates what the training loop needs, and runs it.
+
+    All ranks call it.
+
+    Args:
+        job: The job.
+        run: Run folder on the first rank. None writes nothing.
+        start_from: Loaded checkpoint to resume from.
+        world: Ranks of the run. Defaults to the current process group.
+        say: Prints a message, on the first rank.
+        callbacks: Called on the first rank.
+        data: Data of the recipe. Loaded here by default.
+
+    Returns:
+        The number of steps and the last losses, without the run folder.
+
+    Raises:
+        ConfigError: Data, batches or ranks do not fit the recipe.
+        RunFolderNotWritable: A file of the run folder could not be written.
+
+        All other errors of `loop.train` apply too.
+    """
+    recipe = job.recipe
+    world = world or current()
+    first_step = 0
+    if start_from is not None:
+        _, state = start_from
+        first_step = state["step"]
+    # The loggers end last, so they get the final state of the run.
+    loggers = RunLoggers(job, run, world.size, _of_run(say, recipe))
+    with loggers, RunStatus(run, first_step) as status:
+        try:
+            data = data or run_data(recipe)
+            check_layout(recipe, world.size, job.foreign)
+            if run and first_step < recipe.trainer.max_steps:
+                write_sources(run.files, recipe)
+            return train(job, data, loggers, status, run, start_from, world, say, callbacks)
+        except DataError as error:
+            # Some errors appear only when data are read, such as a token outside the vocabulary.
+            raise ConfigError(f"data={recipe.data.name}: {error}") from None
+        except OSError as error:
+            # Without a run folder, only the data are files.
+            path = recipe.data.path
+            if run is not None:
+                path = str(run.path)
+            raise RunFolderNotWritable(f"{path}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -580,7 +643,7 @@ def resume_smoke(
         raise manifest.no_usable_checkpoint(root)
     name = names[0]
     loaded = open_checkpoint(root, name, world.size)
-    again = train(build(recipe), None, loaded, world, _say_nothing)
+    again = train_job(build(recipe), None, loaded, world, _say_nothing)
     is_exact = world.size == 1 and not _has_gpu()
     for kind, old, new in (
         ("training", first.loss, again.loss),

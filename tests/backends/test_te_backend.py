@@ -13,7 +13,7 @@ from fp8cfg.backends.gemm_plan import differences
 from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import World
-from fp8cfg.training import loop
+from fp8cfg.training import loop, runs
 from fp8cfg.training.data import run_data
 from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.step import train_step
@@ -99,7 +99,7 @@ def test_steps_launched_ahead_are_those_taken_one_at_a_time(
             return gradient * torch.inf if seen[0] in (3, 4) and "fp16" in case else gradient
 
         job.model.final_layernorm.weight.register_hook(hook)
-        result = loop.train(job, say=lambda _: None)
+        result = runs.train_job(job, say=lambda _: None)
         state = stored_state_dict(job.model) | job.optimizer.state_tensors()
         found.append((result.loss, job.optimizer.steps, job.optimizer.grad_norm, state))
     assert found[0][:3] == found[1][:3] and found[0][1] == (4 if "fp16" in case else 6)

@@ -17,7 +17,7 @@ from fp8cfg.backends.te.state import as_native
 from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training import trained_model
-from fp8cfg.training.loop import train
+from fp8cfg.training.runs import train_job
 from fp8cfg.training.trained_model import RunWeights
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
@@ -232,7 +232,7 @@ def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(
         "trainer.max_steps=2",
         f"model.recompute_granularity={recompute}",
     )
-    train(fp8cfg.build(small(*words)))
+    train_job(fp8cfg.build(small(*words)))
     again = [w if w is None else False for w in want]
     passes = [
         x

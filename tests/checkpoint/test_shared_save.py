@@ -33,7 +33,7 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training import trained_model
 from fp8cfg.training.data import run_data
-from fp8cfg.training.loop import train
+from fp8cfg.training.runs import train_job
 from fp8cfg.training.step import train_step
 from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import launch, on_ranks
@@ -107,7 +107,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         tensors.check_sums(world)
     found["damaged"] = str(damaged.value)
     with pytest.raises(NoUsableCheckpoint) as unlike:
-        train(job, None, ({}, {"step": 4 - 2 * world.rank}), world)
+        train_job(job, None, ({}, {"step": 4 - 2 * world.rank}), world)
     found["unlike"] = str(unlike.value)
     return found
 

@@ -195,9 +195,9 @@ def test_a_folder_for_runs_is_printed_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At its run; and where a stranger's recipe has it and it differs from mine."""
-    from fp8cfg.training import loop
+    from fp8cfg.training import loop, runs
 
-    monkeypatch.setattr(loop, "train", lambda *_, **__: loop.Result(1, None, None))
+    monkeypatch.setattr(runs, "train_job", lambda *_, **__: loop.Result(1, None, None))
     hostile = f"{tmp_path}/\x1b]0;owned\x07\nrm"
     recipe = small(f"log.dir={tmp_path}")
     recipe.log.dir = hostile

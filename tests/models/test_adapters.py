@@ -21,8 +21,8 @@ from fp8cfg.planning.layer_plan import attention_plan
 from fp8cfg.planning.layout import layout_violations
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.data import run_data
-from fp8cfg.training.loop import train
 from fp8cfg.training.memory_measurement import BOUNDS, measure_memory
+from fp8cfg.training.runs import train_job
 from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 
@@ -156,7 +156,7 @@ def test_dropout_is_that_of_the_seed() -> None:
 
     def ends_with() -> float | None:
         torch.rand(3)
-        return train(fp8cfg.build(recipe), say=lambda _: None).loss
+        return train_job(fp8cfg.build(recipe), say=lambda _: None).loss
 
     assert ends_with() == ends_with()
 

@@ -17,7 +17,7 @@ from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.building.job import Job
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import World
-from fp8cfg.training import compile, loop
+from fp8cfg.training import compile, runs
 from fp8cfg.training.data import run_data
 from tests.support.small import SMALL, small
 from tests.support.traced import TRACE
@@ -45,7 +45,7 @@ def trained(words: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
         def step(self, done: int, values: Any) -> None:
             losses.append(values["loss"])
 
-    loop.train(job, say=messages.append, callbacks=[Losses()])
+    runs.train_job(job, say=messages.append, callbacks=[Losses()])
     return losses, stored_state_dict(job.model), messages
 
 

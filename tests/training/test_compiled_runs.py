@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training import loop
+from fp8cfg.training import runs
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import evaluate
 from tests.support import whole_checkpoints
@@ -73,7 +73,7 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
             ),
             [],
         )
-        loop.train(job, say=said.append)
+        runs.train_job(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
         compared = [
             text
@@ -138,5 +138,5 @@ def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
     tensors, state = whole_checkpoints.collect(job, run_data(recipe)[0], 1)
     for word, compiled in (("auto", False), ("on", True)):
         again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
-        loop.train(again, start_from=(tensors, state), say=lambda _: None)
+        runs.train_job(again, start_from=(tensors, state), say=lambda _: None)
         assert again.compiled == compiled

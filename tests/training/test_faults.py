@@ -19,7 +19,7 @@ from fp8cfg.checkpoint.job_state import capture_rng
 from fp8cfg.data.indexed import write_indexed
 from fp8cfg.numerics.scaling import INPUT
 from fp8cfg.parallel.process_group import World
-from fp8cfg.training import faults, loop
+from fp8cfg.training import faults, loop, runs
 from fp8cfg.training.data import run_data
 from fp8cfg.training.fault_report import Fault
 from fp8cfg.training.faults import find_fault
@@ -225,7 +225,7 @@ def test_a_loss_that_is_infinite_ends_a_run() -> None:
 
     job.model.register_forward_hook(spoil)
     with pytest.raises(loop.Diverged, match=r"^step 2: the loss is inf; lower optim.lr"):
-        loop.train(job, say=said.append)
+        runs.train_job(job, say=said.append)
     assert any("the weights after the step" in text for text in said)
     assert job.optimizer.steps == 2
 
@@ -239,7 +239,7 @@ def test_a_rerun_that_fails_does_not_hide_the_error(monkeypatch: pytest.MonkeyPa
     plant_weight(job, FC1)
     said: list[str] = []
     with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
-        loop.train(job, say=said.append)
+        runs.train_job(job, say=said.append)
     assert "  the batch could not run again: of this test" in said
 
 

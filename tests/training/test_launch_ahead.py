@@ -18,7 +18,7 @@ from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training import loop
+from fp8cfg.training import loop, runs
 from fp8cfg.training import step as training_step
 from fp8cfg.training.loop import Callback
 from fp8cfg.training.step import can_run_ahead
@@ -137,7 +137,7 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(
         job.optimizer.can_defer = can_defer
         _break_gradients(job, 3)
         with pytest.raises(loop.Diverged, match="step 4: the gradient norm is inf") as end:
-            loop.train(job, say=lambda _: None)
+            runs.train_job(job, say=lambda _: None)
         ends.append(
             (
                 str(end.value),
@@ -180,7 +180,7 @@ def test_a_first_step_that_is_skipped_leaves_weights_as_they_began(
         )
         job.optimizer.can_defer = can_defer
         _break_gradients(job, 0)
-        result = loop.train(job, say=lambda _: None)
+        result = runs.train_job(job, say=lambda _: None)
         found.append(
             (
                 result.loss,
@@ -316,7 +316,7 @@ def test_a_callback_finds_the_job_as_its_step_left_it(ahead: pytest.MonkeyPatch)
         def step(self, done: int, values: Any) -> None:
             seen.append((done, job.optimizer.steps))
 
-    loop.train(job, say=lambda _: None, callbacks=[Count()])
+    runs.train_job(job, say=lambda _: None, callbacks=[Count()])
     assert seen == [(n, n) for n in range(1, 7)]
 
 
@@ -338,7 +338,7 @@ def _on_rank(world: World) -> dict[str, Any]:
         write(self, done, values),
     )[1]  # type: ignore[method-assign]
     words = ("precision=bf16_fp8", "trainer.devices=2", "trainer.micro_batch_size=4", *NEVER)
-    loop.train(fp8cfg.build(small(*words)), world=world, say=lambda _: None)
+    runs.train_job(fp8cfg.build(small(*words)), world=world, say=lambda _: None)
     whole, job = written[:], fp8cfg.build(small(*words))
     written.clear()
     if world.first:
@@ -346,7 +346,7 @@ def _on_rank(world: World) -> dict[str, Any]:
             lambda *_: os.kill(os.getpid(), signal.SIGTERM) if job.optimizer.steps == 1 else None
         )
     with pytest.raises(loop.Interrupted):
-        loop.train(job, world=world, say=lambda _: None)
+        runs.train_job(job, world=world, say=lambda _: None)
     found = {"whole": whole, "stopped": written[:], "steps": job.optimizer.steps}
     for ahead in (True, False):
         _run_ahead(pytest.MonkeyPatch(), ahead)
@@ -362,7 +362,7 @@ def _on_rank(world: World) -> dict[str, Any]:
         if world.first:
             _break_gradients(job, 3)
         assert job.optimizer.can_defer
-        loop.train(job, world=world, say=lambda _: None)
+        runs.train_job(job, world=world, say=lambda _: None)
         found[f"fsdp ahead {ahead}"] = (
             written[:],
             job.optimizer.steps,
@@ -398,7 +398,7 @@ def _masked(world: World, *words: str) -> Any:
             lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given),
         )
         with pytest.raises(ConfigError) as end:
-            loop.train(job, world=world, say=lambda _: None)
+            runs.train_job(job, world=world, say=lambda _: None)
     weights = sum(t.double().abs().sum() for t in stored_state_dict(job.model).values())
     return lines, str(end.value), job.optimizer.steps, float(weights)
 
@@ -430,7 +430,7 @@ def _in_stages(world: World, words: tuple[str, ...]) -> Any:
             job.model.layers.get_submodule("0").register_forward_pre_hook(
                 lambda _, args: (args[0] * (30 if job.optimizer.steps == 2 else 1), *args[1:])
             )
-        loop.train(job, world=world, say=said.append)
+        runs.train_job(job, world=world, say=said.append)
     said = [text for text in said if "tokens/s" not in text]
     return (
         lines,

@@ -21,7 +21,7 @@ from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.planning.communication import Sent
 from fp8cfg.run_folder.run_folder import RunFolder
-from fp8cfg.training import loop
+from fp8cfg.training import loop, runs
 from fp8cfg.training import step as training_step
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
@@ -223,9 +223,9 @@ def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_had_is_said_before_the_first_step() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*validation_fraction"):
-        loop.train(fp8cfg.build(small("data.validation_fraction=0.0005")), say=lambda _: None)
+        runs.train_job(fp8cfg.build(small("data.validation_fraction=0.0005")), say=lambda _: None)
     with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*vocab_size"):
-        loop.train(fp8cfg.build(small("model.vocab_size=128")), say=lambda _: None)
+        runs.train_job(fp8cfg.build(small("model.vocab_size=128")), say=lambda _: None)
 
 
 def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
@@ -257,7 +257,7 @@ def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
             fp8cfg.ConfigError,
             match="tensor_model_parallel_size=2: splits matrices of a recipe's Transformer",
         ):
-            loop.train(job, world=world, say=lambda _: None)
+            runs.train_job(job, world=world, say=lambda _: None)
 
 
 def test_evaluation_takes_micro_batches() -> None:

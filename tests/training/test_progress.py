@@ -14,7 +14,7 @@ from rich.console import Console
 import fp8cfg
 from fp8cfg.planning.hardware import gpu_of_device
 from fp8cfg.run_folder.metrics_file import NON_FINITE
-from fp8cfg.training import loop
+from fp8cfg.training import runs
 from fp8cfg.training.progress import SPARK_WIDTH, Peak, Progress, Sparkline, peak_speed
 from tests.support.small import small
 
@@ -101,7 +101,7 @@ def test_a_loss_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_in_json_has_nothing_else_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = small("trainer.max_steps=3", "log.every_n_steps=2", "log.progress=json")
-    result = loop.train(fp8cfg.build(recipe))
+    result = runs.train_job(fp8cfg.build(recipe))
     out, err = capsys.readouterr()
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["step"] for row in rows] == [2, 3, 3]
@@ -112,7 +112,7 @@ def test_a_run_in_json_has_nothing_else_on_stdout(capsys: pytest.CaptureFixture[
 def test_say_gets_the_lines_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
     messages: list[str] = []
     words = "trainer.max_steps=5", "log.every_n_steps=2"
-    loop.train(fp8cfg.build(small(*words)), say=messages.append)
+    runs.train_job(fp8cfg.build(small(*words)), say=messages.append)
     lines = [message.split("  loss")[0] for message in messages if "tokens/s" in message]
     assert lines == ["step 2/5", "step 4/5", "step 5/5"]
     assert capsys.readouterr().out == ""

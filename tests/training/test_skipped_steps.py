@@ -12,7 +12,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.training import loop
+from fp8cfg.training import loop, runs
 from fp8cfg.training.step import StepResult
 from tests.support.small import small, steps
 
@@ -39,7 +39,7 @@ def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: P
         job.optimizer.write_parameters()
     before = job.model.embedding.weight.clone()
     with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
-        loop.train(job, say=lambda _: None)
+        runs.train_job(job, say=lambda _: None)
     assert torch.equal(before, job.model.embedding.weight)
 
 
@@ -68,7 +68,7 @@ def test_a_run_that_diverged_says_how_to_go_back(tmp_path: Path) -> None:
 
 def test_an_overflow_that_never_ends_stops_the_run() -> None:
     with pytest.raises(loop.Diverged, match="100 steps in a row"):
-        loop.train(
+        runs.train_job(
             fp8cfg.build(
                 small(
                     "precision=fp16",
@@ -98,7 +98,7 @@ def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
 
 def test_skips_are_said_and_a_run_of_skips_alone_is_not_done(tmp_path: Path) -> None:
     said: list[str] = []
-    loop.train(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
+    runs.train_job(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
     assert any("steps before it were skipped, gradients overflowed" in text for text in said)
     with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
         fp8cfg.fit(fp8cfg.build(small("precision=fp16")), tmp_path / "run", say=lambda _: None)
@@ -125,7 +125,7 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
         loop.Diverged,
         match=r"step 6: the training loss is nan, all steps from 3 on were skipped; lower optim.lr",
     ) as e:
-        loop.train(fp8cfg.build(recipe), say=lambda _: None)
+        runs.train_job(fp8cfg.build(recipe), say=lambda _: None)
     assert e.value.exit_code == 7
     last_loss = 2.0
-    assert loop.train(fp8cfg.build(recipe), say=lambda _: None).loss == 2.0
+    assert runs.train_job(fp8cfg.build(recipe), say=lambda _: None).loss == 2.0
