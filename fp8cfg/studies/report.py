@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from fp8cfg.composition.layers import Source, defaults
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.plan_report import PlanReport
+from fp8cfg.run_folder.file_names import RECIPE
 from fp8cfg.schema.keys import short, shown
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import size
 from fp8cfg.studies import report_figures
 from fp8cfg.studies.page import (
@@ -32,7 +35,6 @@ from fp8cfg.studies.page import (
 )
 from fp8cfg.studies.report_figures import Curve
 from fp8cfg.studies.reported_run import ReportedRun, read_runs, run_folders
-from fp8cfg.studies.value_sources import differing, is_default, value_sources
 
 TONES = {"done": "good", "running": "neutral", "stopped": "warning"}
 """Tone of the badge of a state. Other states are bad."""
@@ -376,7 +378,7 @@ def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
     if len(runs) > 1:
         rows = [
             [short(key), *map(shown, values)]
-            for key, values in differing([run.data.recipe for run in runs]).items()
+            for key, values in _different_values([run.data.recipe for run in runs]).items()
         ]
         columns = ["key", *(run.name for run in runs)]
         blocks.append(Table(columns, rows, "Keys that differ"))
@@ -386,20 +388,30 @@ def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
 
 def _recipe_tables(run: ReportedRun) -> list[Block]:
     """Returns the changed values of a recipe, and all values in a fold."""
-    sources = value_sources(run.data.recipe, run.environment.get("command"))
-    values = flat(run.data.recipe)
-    rows = [[short(key), shown(value), sources[key]] for key, value in values.items()]
-    chosen = [row for row, key in zip(rows, values, strict=True) if not is_default(sources[key])]
+    rows = []
+    changed = []
+    for key, value in flat(run.data.recipe).items():
+        default = Source.DEFAULT.value if value == defaults()[key] else RECIPE
+        source = run.sources.get(short(key), default)
+        rows.append([short(key), shown(value), source])
+        if source != Source.DEFAULT.value:
+            changed.append(rows[-1])
     columns = ["key", "value", "source"]
     return [
-        Table(columns, chosen, "Values other than the defaults of the schema"),
-        Text(
-            "Sources come from the command of the run, composed again with the presets and recipe"
-            " files of today. recipe.yaml is named where they give another value.",
-            "note",
-        ),
+        Table(columns, changed, "Values other than the defaults of the schema"),
         Fold(f"All {len(rows)} values", [Table(columns, rows)]),
     ]
+
+
+def _different_values(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
+    """Returns the full keys with different values, with the value of each recipe."""
+    values_by_recipe = [flat(recipe) for recipe in recipes]
+    different = {}
+    for key, first in values_by_recipe[0].items():
+        values = [recipe_values[key] for recipe_values in values_by_recipe]
+        if any(value != first for value in values):
+            different[key] = values
+    return different
 
 
 def _environment(runs: Sequence[ReportedRun]) -> list[Block]:

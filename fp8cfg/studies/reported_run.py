@@ -13,6 +13,7 @@ from fp8cfg.planning.plan_report import PlanReport, plan
 from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
 from fp8cfg.run_folder.files import RunFolderError, StrangeFile
 from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.run_folder.sources import read_sources
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies.fp8_history import FP8History, read_history
 from fp8cfg.studies.run_data import RunData, find_runs, read_run
@@ -29,6 +30,7 @@ class ReportedRun:
         data: The run.
         name: Unique name in the report.
         environment: Contents of environment.json. Empty without the file.
+        sources: Contents of sources.json: the source of each value by short key.
         coverage: Contents of coverage.json. None before the first step.
         history: FP8 statistics. None if the run did not record them.
         planned: The plan for the GPUs of the run, or a sentence on why it is missing.
@@ -37,6 +39,7 @@ class ReportedRun:
     data: RunData
     name: str
     environment: Mapping[str, Any]
+    sources: Mapping[str, str]
     coverage: Mapping[str, Any] | None
     history: FP8History | None
     planned: PlanReport | str
@@ -101,7 +104,9 @@ def _read_files(run: RunData, name: str) -> ReportedRun:
     environment = _json_file(folder, ENVIRONMENT) or {}
     coverage = _json_file(folder, COVERAGE)
     history = read_history(folder.files)
-    return ReportedRun(run, name, environment, coverage, history, _plan(run, environment, coverage))
+    sources = read_sources(folder.files)
+    planned = _plan(run, environment, coverage)
+    return ReportedRun(run, name, environment, sources, coverage, history, planned)
 
 
 def _json_file(folder: RunFolder, name: str) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ from plotly import graph_objects
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.run_folder.files import RunFolderError
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies import report
@@ -25,7 +24,6 @@ from fp8cfg.studies.fp8_history import STATISTICS, FP8History
 from fp8cfg.studies.page import Block, Figure, Fold, Section, Table, Tabs, Text, packed, write_page
 from fp8cfg.studies.report_figures import MOST_COLUMNS, heat_map_columns
 from fp8cfg.studies.reported_run import MOST_RUNS, read_runs
-from fp8cfg.studies.value_sources import value_sources
 from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.short_runs import WORDS
@@ -143,19 +141,19 @@ def test_memory_is_planned_and_measured(runs: Path) -> None:
     assert rows["measured peak"] == report.size(measured)
 
 
-def test_sources_are_named_where_they_give_the_value() -> None:
-    command = ["/x/fp8cfg", "recipe=llama_tiny", "precision=bf16_fp8", "fp8.margin=1"]
-    recipe = fp8cfg.compose(command[1:])
-    found = value_sources(recipe, command)
-    assert found.keys() == flat(recipe).keys()
-    assert found["trainer.plugins.fp8.margin"] == "command line: fp8.margin=1"
-    assert found["trainer.plugins.fp8.scaling"].startswith("conf/precision/bf16_fp8.yaml")
-    assert found["optim.lr"] == "recipe function llama_tiny, by recipe=llama_tiny"
-    assert found["trainer.seed"] == "schema default"
-    recipe.fp8.margin = 2
-    assert value_sources(recipe, command)["trainer.plugins.fp8.margin"] == "recipe.yaml"
-    for other in (None, ["train.py", "fp8.margin=1"], ["/x/fp8cfg", "resume", "runs/a"]):
-        assert value_sources(recipe, other)["trainer.plugins.fp8.margin"] == "recipe.yaml"
+def test_the_sources_of_values(runs: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(runs / "fp8", tmp_path / "fp8")
+
+    def sources_by_key() -> dict[str, str]:
+        tables = [b for b in blocks(sections(folder)["Recipe"].blocks) if isinstance(b, Table)]
+        all_values = max(tables, key=lambda table: len(table.rows))
+        return {key: source for key, _, source in all_values.rows}
+
+    assert sources_by_key() == json.loads((folder / "sources.json").read_text())
+    assert sources_by_key()["fp8.enabled"] == "preset: bf16_fp8"
+    (folder / "sources.json").unlink()
+    assert sources_by_key()["fp8.enabled"] == "recipe.yaml"
+    assert sources_by_key()["optim.eps"] == "schema default"
 
 
 def test_the_command_and_its_messages(
