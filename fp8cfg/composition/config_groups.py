@@ -66,7 +66,9 @@ class Library:
             if len(name) > _MAX_PRINTED_PATH:
                 name = f"{name[:40]}..."
             raise ConfigError(f"--config-dir {name}: no such folder")
-        self.folder = folder.resolve() if folder else None
+        self.folder = folder
+        if folder is not None:
+            self.folder = folder.resolve()
         self._groups: list[str] | None = None
         self._choices: dict[str, list[str]] = {}
         self._data: dict[Path, dict[str, Any]] = {}
@@ -137,21 +139,27 @@ class Library:
         if name.startswith("$"):
             return f"{group}={name}: the shell did not replace this variable; write its value"
         # The name of an existing file: the user wants to train this file.
-        file = name if name.endswith((".yaml", ".yml", ".json")) else f"{name}.yaml"
+        file = name
+        if not name.endswith((".yaml", ".yml", ".json")):
+            file = f"{name}.yaml"
         if group == "recipe" and os.path.isfile(file):
             return f"recipe={name}: no such recipe; to run a file: fp8cfg {file}"
         if not NAME.fullmatch(stem):
             # An id of the hub: suggest from_hf, and the shipped recipe with a similar name.
             base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
             if group == "recipe" and _HUB_ID.fullmatch(name) and base not in known:
-                suggestion = nearest(base, known)
-                shipped = f", or recipe={suggestion}" if suggestion else ""
-                return (
+                line = (
                     f"recipe={name}: a hub id is not a recipe; set recipe={FROM_HF}"
-                    f" model.path={PREFIX}{name}{shipped}"
+                    f" model.path={PREFIX}{name}"
                 )
-            suggestion = suggest(base, known)
-            return f"{group}={name}: expected a name of letters, digits and '_', not a path{suggestion}"
+                suggestion = nearest(base, known)
+                if suggestion:
+                    line += f", or recipe={suggestion}"
+                return line
+            return (
+                f"{group}={name}: expected a name of letters, digits and '_', not a path"
+                f"{suggest(base, known)}"
+            )
         return self._unknown_choice(group, name)
 
     def _unknown_choice(self, group: str, name: str) -> str:
@@ -170,7 +178,9 @@ class Library:
                 family.append(choice)
         if len(family) > 1:
             return f"{line}; did you mean one of {', '.join(family)}?"
-        spellings = [*known, *presets.FUNCTIONS] if group == "precision" else known
+        spellings = known
+        if group == "precision":
+            spellings = [*known, *presets.FUNCTIONS]
         return line + (suggest(name, spellings) or f"; see fp8cfg list {group}")
 
     def canonical_name(self, group: str, name: str) -> str:
@@ -210,7 +220,9 @@ class Library:
 
     def _roots(self) -> list[Path]:
         """Returns the folders of choices, the user's first."""
-        return [self.folder, CONF] if self.folder else [CONF]
+        if self.folder is None:
+            return [CONF]
+        return [self.folder, CONF]
 
 
 # Defaults lists: the recipe and the presets that a recipe's file builds on.
@@ -252,14 +264,14 @@ class Step:
         path: The file with the entry.
         above: The files built on that file.
         values: The file's own values, if the choice is `_self_`.
-        by: The file and the key that chose this file.
+        chosen_by: The file and the key that chose this file.
     """
 
     choice: Choice
     path: Path
     above: tuple[Path, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-    by: tuple[Path, str] | None = None
+    chosen_by: tuple[Path, str] | None = None
 
 
 def take_choices(data: dict[str, Any], library: Library) -> list[Choice]:
@@ -311,7 +323,7 @@ def file_steps(
     library: Library,
     above: tuple[Path, ...] = (),
     overridden: Overriding | None = None,
-    by: tuple[Path, str] | None = None,
+    chosen_by: tuple[Path, str] | None = None,
 ) -> Iterator[Step]:
     """Yields the steps of a recipe's file, after the steps of its base recipe.
 
@@ -321,7 +333,7 @@ def file_steps(
         library: The choices of each group.
         above: The files that build on this one.
         overridden: Choices of the files above that replace choices of this one.
-        by: The file and the key that chose this file.
+        chosen_by: The file and the key that chose this file.
 
     Raises:
         ConfigError: An entry is invalid, or files build on one another in a circle.
@@ -344,7 +356,7 @@ def file_steps(
         if not entry.free and entry.group in overriding:
             source, choice = overriding[entry.group]
         if choice.group == SELF:
-            yield Step(choice, path, above, values, by)
+            yield Step(choice, path, above, values, chosen_by)
         elif choice.group == "recipe":
             overridden_below = {
                 g: choice_above for g, choice_above in overriding.items() if g not in chosen_here
@@ -382,8 +394,10 @@ def _base_steps(
         for group, replacement in overriding.items():
             if _has_choice(group, base, library, path_above):
                 passed[group] = replacement
-        by = (source, choice.key) if choice.key else None
-        yield from file_steps(library.data(base), base, library, path_above, passed, by)
+        chosen_by = None
+        if choice.key:
+            chosen_by = (source, choice.key)
+        yield from file_steps(library.data(base), base, library, path_above, passed, chosen_by)
     else:
         yield Step(choice, source, above)
     for group, (file, replacement_choice) in overriding.items():
@@ -437,9 +451,9 @@ def _defaults_entries(entries: Any, library: Library) -> list[Choice]:
             choices.append(Choice(SELF, key=key))
         elif isinstance(entry, str) and "/" in entry.partition("@")[0].lstrip("/"):
             # A config by its path, such as /precision/bf16.
-            path, at, package = entry.partition("@")
+            path, separator, package = entry.partition("@")
             group, _, name = path.lstrip("/").rpartition("/")
-            for choice in _entry_choices(f"{group}{at}{package}", name, key, library):
+            for choice in _entry_choices(f"{group}{separator}{package}", name, key, library):
                 choices.append(replace(choice, free=True))
         else:
             choices += _entry_choices("recipe", entry, key, library)
@@ -460,10 +474,14 @@ def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Ch
             raise ConfigError(
                 f"defaults: {entry}: no such keyword {keyword!r}{suggest(keyword, _KEYWORDS)}"
             )
-    group, at, package = target.partition("@")
+    group, separator, package = target.partition("@")
+    has_package = separator != ""
     group = group.lstrip("/")
-    _check_entry(entry, group, package if at else None, name, library)
-    optional, override = "optional" in keywords, "override" in keywords
+    _check_group(entry, group, library)
+    if has_package:
+        _check_entry_package(entry, group, package, name, library)
+    optional = "optional" in keywords
+    override = "override" in keywords
     if isinstance(name, list) and name and group != "recipe":
         if override:
             raise ConfigError(
@@ -471,24 +489,27 @@ def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Ch
                 f" {name[-1]}'"
             )
         # A list of names: all of them act, in order.
-        return [replace(_choice(group, one, key), free=True, optional=optional) for one in name]
+        choices = [_choice(group, item, key) for item in name]
+        return [replace(choice, free=True, optional=optional) for choice in choices]
     choice = _choice(group, name, key)
-    is_free = bool(at) and not override
+    is_free = has_package and not override
     return [replace(choice, optional=optional, override=override, free=is_free)]
 
 
-def _check_entry(entry: str, group: str, package: str | None, name: Any, library: Library) -> None:
-    """Raises ConfigError unless the group exists and the package is its own node."""
-    if group not in library.groups():
-        if group.split("/")[0] == "hydra":
-            raise ConfigError(
-                f"defaults: {entry}: Hydra's own settings are not part of a recipe; pass them on"
-                " the"
-                " command line"
-            )
-        raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
-    if package is None:
+def _check_group(entry: str, group: str, library: Library) -> None:
+    """Raises ConfigError unless the group of an entry exists."""
+    if group in library.groups():
         return
+    if group.split("/")[0] == "hydra":
+        raise ConfigError(
+            f"defaults: {entry}: Hydra's own settings are not part of a recipe; pass them on the"
+            " command line"
+        )
+    raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
+
+
+def _check_entry_package(entry: str, group: str, package: str, name: Any, library: Library) -> None:
+    """Raises ConfigError unless the package of an entry is the group's own node."""
     home = library.package(group)
     relative = re.sub(r"^_global_\.|^_here_$", "", package)
     if relative != home and not (relative == "" and group == "recipe"):
@@ -566,9 +587,8 @@ def read_part(path: Path, group: str, library: Library) -> Part:
     node = full(package.removeprefix("_global_."))
     if not any(key.startswith(f"{node}.") for key in fields()):
         raise ConfigError(
-            f"{package}: not a node of a recipe; start the file with '# @package _global_' for"
-            " keys of"
-            " the whole recipe"
+            f"{package}: not a node of a recipe; start the file with '# @package _global_' for keys"
+            " of the whole recipe"
         )
     return Part(settings(nested({node: data})), chosen, node)
 

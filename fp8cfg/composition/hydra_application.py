@@ -17,7 +17,7 @@ from fp8cfg.composition.layers import Rank, default_layer, fold
 from fp8cfg.composition.recipe_layers import file_layers, part_of, preset_node
 from fp8cfg.composition.recipe_yaml import flat_data, listed
 from fp8cfg.schema import recipe_registry
-from fp8cfg.schema.errors import ConfigError, nearest
+from fp8cfg.schema.errors import ConfigError, did_you_mean, nearest
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import primary_config
 
@@ -109,22 +109,26 @@ def _one_line_errors() -> Iterator[None]:
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(_one_line(e)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from None
 
 
 def _one_line(error: BaseException) -> str:
     """Returns the first line of a Hydra error, with the available options or a suggestion."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if not lines:  # Hydra raises an empty error over OmegaConf's own
-        return _one_line(error.__cause__) if error.__cause__ else type(error).__name__
+    if not lines:
+        # Hydra raises an empty error over OmegaConf's own.
+        if error.__cause__:
+            return _one_line(error.__cause__)
+        return type(error).__name__
     first = lines[0].strip()
     if first.startswith("Error merging override") and error.__cause__:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
     setting = _UNKNOWN_SETTING.match(lines[0])
-    hint = _setting_hint(setting[1]) if setting else ""
-    if hint:
-        return first.rstrip(".") + hint
+    if setting:
+        hint = _setting_hint(setting[1])
+        if hint:
+            return first.rstrip(".") + hint
     if "INTERVAL_SWEEP" in first:
         return f"{first}; one that searches does: hydra/sweeper=optuna"
     # Hydra lists the options on indented lines below.
@@ -133,9 +137,11 @@ def _one_line(error: BaseException) -> str:
         if line.startswith("\t") and "provider=" not in line:
             options.append(line.strip())
     choice = _UNKNOWN_CHOICE.search(lines[0])
-    hint = _choice_hint(choice[1], choice[2], options) if choice else ""
-    if choice and hint:
-        return f"{choice[1]}={choice[2]}: no such choice{hint}"
+    if choice:
+        group, name = choice.groups()
+        hint = _choice_hint(group, name, options)
+        if hint:
+            return f"{group}={name}: no such choice{hint}"
     if options and any(line.startswith("Available options") for line in lines):
         first += f"; choose from {', '.join(options)}"
     for name, package in _PLUGINS.items():
@@ -152,8 +158,7 @@ def _choice_hint(group: str, name: str, options: list[str]) -> str:
     plugins = [plugin.rpartition("/")[2] for plugin in _PLUGINS if plugin.startswith(f"{group}/")]
     if name in plugins:
         return ""
-    suggestion = nearest(name, [*options, *plugins])
-    return f"; did you mean {suggestion!r}?" if suggestion else ""
+    return did_you_mean(nearest(name, [*options, *plugins]))
 
 
 def _setting_hint(key: str) -> str:
@@ -171,12 +176,9 @@ def _setting_hint(key: str) -> str:
             if file.endswith(".yaml"):
                 choice = f"hydra/{kind}={file.removesuffix('.yaml')}"
                 choice_of |= {f"hydra.{kind}.{name}": choice for name in config.node}
-    suggestion = nearest(key, choice_of, 0.8)
-    if suggestion is None:
-        return ""
-    if suggestion == key:
+    if key in choice_of:
         return f"; it belongs to {choice_of[key]}"
-    return f"; did you mean {suggestion!r}?"
+    return did_you_mean(nearest(key, choice_of, 0.8))
 
 
 def node(group: str, name: str, library: Library) -> dict[str, Any]:
@@ -188,16 +190,16 @@ def node(group: str, name: str, library: Library) -> dict[str, Any]:
     Raises:
         ConfigError: The choice is invalid. The message names the file.
     """
+    path = library.file(group, name)
     if group == "recipe":
-        path = library.file(group, name)
-        recipe = recipe_from(path, library) if path else recipe_registry.named(name)
-        return listed(recipe)
+        if path is None:
+            return listed(recipe_registry.named(name))
+        return listed(recipe_from(path, library))
     if group in REPLACING_GROUPS:
-        path = library.file(group, name)
         assert path is not None, f"{group}={name} is no choice"
         return listed(preset_node(group, path, library))
     choice = part_of(group, name, library)
-    overrides = [{f"override /{other}": chosen} for other, chosen in choice.chosen.items()]
+    overrides = [{f"override /{key}": preset} for key, preset in choice.chosen.items()]
     if not overrides:
         return choice.data
     return {"defaults": ["_self_", *overrides], **choice.data}

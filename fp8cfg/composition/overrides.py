@@ -18,7 +18,7 @@ from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.layers import Location
 from fp8cfg.composition.recipe_yaml import is_node, owner, settings
 from fp8cfg.schema import foreign_names
-from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
+from fp8cfg.schema.errors import ConfigError, did_you_mean, nearest, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short, spelled
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import fields, short_keys
@@ -116,8 +116,7 @@ def malformed(argument: str) -> str:
         return f"{argument}: not of the form key=value; write {key}={value.strip()}"
     if argument.startswith("$"):
         return f"{argument}: the shell did not replace this variable; write its value"
-    suggestion = nearest(argument, [*short_keys(), *GROUPS], 0.75)
-    hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+    hint = did_you_mean(nearest(argument, [*short_keys(), *GROUPS], 0.75))
     return f"{argument or repr(argument)}: not of the form key=value{hint}"
 
 
@@ -159,10 +158,11 @@ def _mistake(argument: str, key: str, value: str) -> str:
     if is_text:
         correct = shlex.quote(f"{key}={quoted(value)}")
         return f"a text with special characters needs quotes; write {correct}"
-    function = value.partition("(")[0] if value.endswith(")") else ""
-    suggestion = nearest(function, _FUNCTIONS) if function else None
-    if suggestion:
-        return f"no such function {function!r}; did you mean {suggestion!r}?"
+    function, parenthesis, _ = value.partition("(")
+    if function and parenthesis and value.endswith(")"):
+        suggestion = nearest(function, _FUNCTIONS)
+        if suggestion:
+            return f"no such function {function!r}{did_you_mean(suggestion)}"
     for opening, closing in ("[]", "{}"):
         if value.count(opening) > value.count(closing):
             return f"{opening!r} without {closing!r}; quote the override if it has spaces"
@@ -413,8 +413,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
     if isinstance(value, str) and key in GROUPS:
         return _choice(location, key, value, library)
     if key in GROUPS and not isinstance(value, dict):
-        similar = foreign_names.meant(key, value)
-        hint = f"; did you mean {similar!r}?" if similar else ""
+        hint = did_you_mean(foreign_names.meant(key, value))
         raise ConfigError(f"{argument}: expected the name of a preset{hint}")
     # A node takes no text. It may be the name of a choice in another group.
     if isinstance(value, str) and is_node(full(key)):

@@ -45,7 +45,7 @@ from fp8cfg.schema.violation import Violation
 
 # Key of the reported values in a node's `__dict__`. It is not a field: pydantic copies it with the
 # node, but comparison and export ignore it.
-_TOLD = "_told"
+_REPORTED = "_told"
 # Most values that yield in one recipe. Each may cause the next one.
 _MAX_CHANGES = 100
 
@@ -411,13 +411,15 @@ def ranks_of_python_recipe(recipe: Recipe) -> dict[str, Rank]:
     Fields of the `fp8` node that a preset set (schema/keys.py) have the rank PRESET. All other
     values count as set by the user.
     """
-    of_preset = {full(recipe.fp8.key(name)) for name in preset_keys(recipe.fp8)}
-    return {key: Rank.PRESET if key in of_preset else Rank.USER for key in defaults()}
+    ranks = dict.fromkeys(defaults(), Rank.USER)
+    for name in preset_keys(recipe.fp8):
+        ranks[full(recipe.fp8.key(name))] = Rank.PRESET
+    return ranks
 
 
 def mark_reported(recipe: Recipe) -> None:
     """Records the values of `recipe`, so that remarks about them are not repeated."""
-    vars(recipe)[_TOLD] = flat(recipe)
+    vars(recipe)[_REPORTED] = flat(recipe)
 
 
 def resolved_for_build(recipe: Recipe) -> Recipe:
@@ -432,9 +434,9 @@ def resolved_for_build(recipe: Recipe) -> Recipe:
     recipe = as_declared(recipe, Recipe)
     resolved = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
     # `compose` has reported its recipe already. Only values assigned since then are new.
-    before = vars(recipe).get(_TOLD) or defaults()
+    reported = vars(recipe).get(_REPORTED) or defaults()
     result = resolved.recipe
-    new = frozenset(short(key) for key, value in flat(result).items() if value != before[key])
+    new = frozenset(short(key) for key, value in flat(result).items() if value != reported[key])
     for line in replace(resolved, remarks=tuple(settings_without_effect(result, new))).notes:
         logging.getLogger("fp8cfg").warning(line)
     return result

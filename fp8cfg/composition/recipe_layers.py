@@ -100,11 +100,14 @@ def check_model_path(layers: Sequence[Layer]) -> None:
     if path in (None, fold(of_recipe).values["model.path"]):
         return
     last = fold(layers).history["model.path"][-1]
-    with _named_file(last.location.file) if last.location.file else contextlib.nullcontext():
-        raise ConfigError(
-            f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; set"
-            f" recipe={FROM_HF}, or model.weights={path} to load weights"
-        )
+    error = ConfigError(
+        f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; set"
+        f" recipe={FROM_HF}, or model.weights={path} to load weights"
+    )
+    if last.location.file is None:
+        raise error
+    with _named_file(last.location.file):
+        raise error
 
 
 def _with_implied_choices(
@@ -120,15 +123,13 @@ def _with_implied_choices(
         if library.merging_group(group) is None:
             continue
         location = Location(file=library.file(group, choice.name))
-        for other, name in part_of(group, choice.name, library).chosen.items():
-            if other == "recipe" and has_recipe:
+        for key, name in part_of(group, choice.name, library).chosen.items():
+            if key == "recipe" and has_recipe:
                 raise ConfigError(
                     f"{group}={choice.name}: chooses recipe={name}, but a recipe is already set"
                 )
             # Not if an argument chooses in that group.
-            choices.setdefault(
-                other, Override(location, other, library.canonical_name(other, name))
-            )
+            choices.setdefault(key, Override(location, key, library.canonical_name(key, name)))
     if not has_recipe:
         choices.setdefault("recipe", Override(None, "recipe", default_recipe()))
     return choices
@@ -292,9 +293,12 @@ def data_layers(
     file = _File(path, rank, folder, chosen_by)
     layers = [default_layer()]
     for step in sequence:
-        # `file_layers` adds this file's name to errors.
-        with contextlib.nullcontext() if step.path == path else _named_file(step.path):
+        if step.path == path:
+            # `file_layers` adds this file's name to errors.
             added = _step_layers(step, file, library, layers)
+        else:
+            with _named_file(step.path):
+                added = _step_layers(step, file, library, layers)
         layers += added
         is_own = step.choice.group == SELF
         if is_own and added[0].values.keys() >= defaults().keys():
@@ -310,7 +314,9 @@ def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Laye
     if step.path == file.path:
         # The file's own values have its rank, and its choices rank as presets at most. Files that
         # it builds on rank as recipes.
-        rank = min(file.rank, Rank.USER if group == SELF else Rank.PRESET)
+        rank = file.rank
+        if group != SELF:
+            rank = min(file.rank, Rank.PRESET)
     if group == SELF:
         return [_own_values_layer(step, rank, file.chosen_by)]
     problem = library.problem(group, name)
@@ -333,8 +339,9 @@ def _own_values_layer(step: Step, rank: Rank, chosen_by: Location | None) -> Lay
     """Returns the layer of a file's own values."""
     data = full_names(dict(step.values))
     Recipe(**data)  # reports every wrong value at once; settings() stops at the first one
-    if step.by is not None:
-        chosen_by = Location(file=step.by[0], key=step.by[1])
+    if step.chosen_by is not None:
+        file, key = step.chosen_by
+        chosen_by = Location(file=file, key=key)
     layer = Layer(Source.FILE, Location(file=step.path), settings(data), rank)
     return replace(layer, chosen_by=chosen_by)
 
@@ -361,7 +368,9 @@ def _check_choices(data: Mapping[str, Any], library: Library) -> None:
 def _model_path(values: Mapping[str, Any]) -> str | None:
     """Returns model.path among a file's own values, or None."""
     model = full_names(dict(values)).get("model")
-    path = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(model, dict):
+        return None
+    path = model.get("path")
     return path if isinstance(path, str) else None
 
 

@@ -99,7 +99,9 @@ def assigned(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def owner(key: str) -> tuple[type[Node], str]:
     """Returns the class with the field of the full `key`, and the field's name."""
     parent, _, leaf = key.rpartition(".")
-    return (fields()[parent].annotation if parent else Recipe), leaf
+    if not parent:
+        return Recipe, leaf
+    return fields()[parent].annotation, leaf
 
 
 def typed(key: str, value: Any) -> Any:
@@ -166,8 +168,10 @@ def _add_lines(node: yaml.Node, at: str, lines: dict[str, int]) -> None:
     own_keys_first = sorted(node.value, key=lambda item: item[0].value == "<<")
     for key, value in own_keys_first:
         if key.value == "<<":  # keys that are merged in
-            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for mapping in merged:
+            if not isinstance(value, yaml.SequenceNode):
+                _add_lines(value, at, lines)
+                continue
+            for mapping in value.value:
                 _add_lines(mapping, at, lines)
         elif at + key.value not in lines:
             lines[at + key.value] = key.start_mark.line + 1

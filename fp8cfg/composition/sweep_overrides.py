@@ -127,7 +127,7 @@ def refused(
             continue
         lines = [problems[number] for number in numbers]
         # Lines in all of the errors come from the argument itself.
-        common = [line for line in lines[0] if all(line in other for other in lines)]
+        common = [line for line in lines[0] if all(line in job_lines for job_lines in lines)]
         argument_problems += common or list(chain.from_iterable(lines))
     refuse_if(_shorten(list(dict.fromkeys(argument_problems)), "the sweep"))
     return problems
@@ -162,11 +162,14 @@ def _read_axis(argument: str, library: Library) -> _Axis:
     if not all(choice.group for choice in chosen):
         raise ConfigError(f"{argument}: expected only names of presets")
     group = chosen[0].group
-    default = default_recipe() if group == "recipe" else "null"
+    default = "null"
+    if group == "recipe":
+        default = default_recipe()
     names = ",".join(choice.name or default for choice in chosen)
-    # Hydra appends groups that are not in the defaults list of conf/config.yaml.
-    plus = "" if group in GROUPS else "+"
-    return _Axis(f"{plus}{group}={names}", arguments)
+    if group not in GROUPS:
+        # Hydra appends groups that are not in the defaults list of conf/config.yaml.
+        group = f"+{group}"
+    return _Axis(f"{group}={names}", arguments)
 
 
 def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]:
@@ -197,7 +200,9 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
 
 def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> list[str]:
     """Returns the choices that a glob() matches."""
-    group = library.merging_group(key) or ("precision" if key == PLUGIN else key)
+    group = library.merging_group(key)
+    if group is None:
+        group = "precision" if key == PLUGIN else key
     if group not in library.groups():
         raise ConfigError(
             f"{argument}: glob() matches presets, but {short(full(key))} is not a group of presets"
@@ -220,12 +225,14 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
     # Tasks and users' groups may choose in other groups.
     for group in [group for group in names if library.merging_group(group)]:
         for name in names[group]:
-            for other, chosen in part_of(group, name, library).chosen.items():
-                if other == "recipe" and given is not None:
+            for key, preset in part_of(group, name, library).chosen.items():
+                if key == "recipe" and given is not None:
                     raise ConfigError(
-                        f"{group}={name}: chooses recipe={chosen}, but a recipe is already set"
+                        f"{group}={name}: chooses recipe={preset}, but a recipe is already set"
                     )
-                names[other] = list(dict.fromkeys([*names.get(other, []), chosen]))
+                presets = names.setdefault(key, [])
+                if preset not in presets:
+                    presets.append(preset)
     nodes: Nodes = {}
     for group, choices in names.items():
         nodes[group] = {name: node(group, name, library) for name in choices if name != "null"}

@@ -36,19 +36,23 @@ def value_sources(recipe: Recipe) -> dict[str, str]:
         values of a smoke run.
     """
     recorded = vars(recipe).get(_SOURCES, {})
-    assigned = "trainer.smoke=true" if recipe.trainer.smoke else "Python"
     sources = {}
     for key, value in flat(recipe).items():
         composed_value, source = recorded.get(key, (defaults()[key], Source.DEFAULT.value))
-        sources[key] = source if value == composed_value else assigned
+        if value != composed_value:
+            source = "trainer.smoke=true" if recipe.trainer.smoke else "Python"
+        sources[key] = source
     return sources
 
 
 def _source(layer: Layer) -> str:
     """Returns the kind of a layer, with its name, file or argument."""
-    file = layer.location.file
-    name = layer.name or layer.location.text or (str(file) if file else "")
+    kind = layer.source.value
+    name = layer.name or layer.location.text
+    if not name and layer.location.file:
+        name = str(layer.location.file)
     if not name:
-        return layer.source.value
-    separator = " " if layer.source is Source.CONFLICT else ": "
-    return f"{layer.source.value}{separator}{name}"
+        return kind
+    if layer.source is Source.CONFLICT:
+        return f"{kind} {name}"
+    return f"{kind}: {name}"

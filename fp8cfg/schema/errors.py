@@ -119,12 +119,17 @@ def suggest(word: str, options: Iterable[str]) -> str:
     That is the nearest option, a list of up to 16 options, or an empty string.
     """
     options = list(options)
-    option = nearest(word, options)
-    if option:
-        return f"; did you mean {option!r}?"
+    question = did_you_mean(nearest(word, options))
+    if question:
+        return question
     if options and len(options) <= 16:
         return f"; choose from {', '.join(options)}"
     return ""
+
+
+def did_you_mean(option: str | None) -> str:
+    """Returns the end of a message with the suggestion `option`, empty without one."""
+    return f"; did you mean {option!r}?" if option else ""
 
 
 def folder_taken(folder: str) -> str:
