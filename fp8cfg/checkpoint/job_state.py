@@ -297,15 +297,16 @@ def backend_change(state: dict[str, Any], recipe: Recipe, backend: str) -> str |
     if not had_fp8 or not recipe.fp8.enabled:
         return None
     return (
-        f"note: backend=auto: now {backend}, {saved_backend} in the checkpoint; losses may differ"
-        " in"
+        f"note: backend=auto: now {backend}, {saved_backend} in the checkpoint; losses may differ in"
         " the last bits"
     )
 
 
 def one_line(error: Exception) -> str:
     """Returns the text of an error in one line, at most 300 characters."""
-    text = f"has no {error}" if isinstance(error, KeyError) else str(error)
+    text = str(error)
+    if isinstance(error, KeyError):  # its text is only the key
+        text = f"has no {text}"
     line = " ".join(text.split()) or type(error).__name__
     # load_state_dict lists every wrong key.
     if len(line) > 300:
@@ -333,15 +334,16 @@ def check_fp8_state(
     """
     missing = [name for name in own if is_fp8_state(name) and name not in saved]
     if missing:
-        hint = _RECALIBRATE_HINT if _layer_prefix(missing[0]) else ""
-        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it{hint}")
+        raise ValueError(
+            f"{missing[0]} is missing, and {len(missing) - 1} more like it"
+            f"{_recalibrate_hint(missing[0])}"
+        )
     for name, tensor in saved.items():
         # All values of integers and FP8 tensors are valid: E8M0 bytes, counts, packed weights.
         if not is_fp8_state(name) or tensor.dtype != torch.float32:
             continue
         if not (tensor >= 0).all():
-            hint = _RECALIBRATE_HINT if _layer_prefix(name) else ""
-            raise ValueError(f"{name} has values that are NaN or negative{hint}")
+            raise ValueError(f"{name} has values that are NaN or negative{_recalibrate_hint(name)}")
         history = saved.get(name.removesuffix(_SCALE) + _HISTORY)
         if name.endswith(_SCALE) and history is not None and scales_are_set:
             # An unset scale is valid only while its amax history is empty.
@@ -393,10 +395,17 @@ def recalibrate_fp8(
     return removed
 
 
+def _recalibrate_hint(name: str) -> str:
+    """Returns the end of a message if --recalibrate-fp8 can reset the tensor `name`."""
+    return _RECALIBRATE_HINT if _layer_prefix(name) else ""
+
+
 def _layer_prefix(name: str) -> str:
     """Returns the layer of a scale or amax history with a dot, or "" for other FP8 state."""
     layer, _, last = name.rpartition(".")
-    return f"{layer}." if last in (_SCALE, _HISTORY) else ""
+    if last not in (_SCALE, _HISTORY):
+        return ""
+    return f"{layer}."
 
 
 def capture_rng() -> RandomState:

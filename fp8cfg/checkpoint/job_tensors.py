@@ -88,11 +88,12 @@ def collect_boxes(job: Job, world: World) -> Groups:
         + _boxes_of_tensors(layout, rank_state, has_no_copies=True),
     }
     pipeline = job.prepared.pipeline
-    config: Any = job.model.config if pipeline is not None else None
-    if pipeline is not None and pipeline.is_first and config.tie_embeddings:
-        # The last stage has the same embedding, as its output layer, and saves it by both names.
-        for group, boxes in groups.items():
-            groups[group] = [box for box in boxes if not _is_embedding(box.name)]
+    if pipeline is not None and pipeline.is_first:
+        config: Any = job.model.config
+        if config.tie_embeddings:
+            # The last stage has the same embedding as its output layer, and saves it by both names.
+            for group, boxes in groups.items():
+                groups[group] = [box for box in boxes if not _is_embedding(box.name)]
     return groups
 
 
@@ -102,10 +103,10 @@ def _boxes_of_tensors(
     """Returns the boxes of tensors by name. Several names of one tensor make one box."""
     local_tensors = {name: layout.local(tensor) for name, tensor in tensors.items()}
     boxes = []
-    for name, *also in names_by_tensor(local_tensors):
+    for name, *aliases in names_by_tensor(local_tensors):
         for box in layout.boxes(name, tensors[name], has_no_copies):
             # A tied embedding is stored once, with its other name in the header.
-            boxes.append(replace(box, also=tuple(also)))
+            boxes.append(replace(box, aliases=tuple(aliases)))
     return boxes
 
 
@@ -361,9 +362,10 @@ def checkpoint_bytes(job: Job, world: World) -> int:
         float(model_bytes + state_bytes), dtype=torch.float64, device=job.device
     )
     all_bytes = int(pipeline_world(job.prepared).sum(stage_bytes).item())
-    # Counts replicated vectors too often, but they are small.
-    tensor_ranks = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size
-    return tensor_ranks * all_bytes
+    if job.prepared.tensor_parallel is not None:
+        # Counts replicated vectors too often, but they are small.
+        all_bytes *= job.prepared.tensor_parallel.size
+    return all_bytes
 
 
 def _weight_bytes(job: Job) -> int:

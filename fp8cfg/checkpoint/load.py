@@ -183,7 +183,9 @@ class TensorFiles:
             if name not in self._open_files:
                 # Opens the folder first, without following links.
                 parent, _, last = name.rpartition("/")
-                files = self.folder.folder(parent) if parent else self.folder
+                files = self.folder
+                if parent:
+                    files = self.folder.folder(parent)
                 self._open_files[name] = safe_open(files.reached / last, framework="pt")
             yield self._open_files[name]
         except UNREADABLE as error:
@@ -277,9 +279,9 @@ class StoredGroup(Mapping[str, Tensor]):
                 part = stored.parts.setdefault(offsets, StoredPart(name, offsets, sizes))
                 if (stored.dtype, stored.shape, part.sizes) != (dtype, shape, sizes):
                     raise ValueError(f"{tensor} has parts of other dtypes or shapes")
-            for other, tensor in metadata.items():
-                if other not in TORCH_KEYS:
-                    self.tied[other] = tensor
+            for alias, tensor in metadata.items():
+                if alias not in TORCH_KEYS:
+                    self.tied[alias] = tensor
 
     def check_whole(self) -> None:
         """Raises DamagedCheckpoint unless the parts of each tensor cover it exactly."""
@@ -291,10 +293,10 @@ class StoredGroup(Mapping[str, Tensor]):
             if total != prod(stored.shape) or _has_overlap(parts):
                 problem = f"the parts of {name} do not make a whole"
                 raise self._files.damaged(parts[0].file, problem)
-        for other, name in self.tied.items():
-            if name not in self._tensors or other in self._tensors:
+        for alias, name in self.tied.items():
+            if name not in self._tensors or alias in self._tensors:
                 raise DamagedCheckpoint(
-                    f"{self._files.folder.path}: {other} is tied to {name}, which is not stored"
+                    f"{self._files.folder.path}: {alias} is tied to {name}, which is not stored"
                 )
 
     def shape(self, name: str) -> Offsets:
@@ -343,9 +345,10 @@ class StoredGroup(Mapping[str, Tensor]):
 
 def _checked_place(name: str, place: Any, sizes: Offsets) -> tuple[Offsets, Offsets]:
     """Returns the offsets of a part and the shape of its full tensor. Raises ValueError."""
-    fields = place if isinstance(place, dict) else {}
-    offsets = _checked_numbers(fields.get(OFFSETS))
-    shape = _checked_numbers(fields.get(SHAPE))
+    if not isinstance(place, dict):
+        place = {}
+    offsets = _checked_numbers(place.get(OFFSETS))
+    shape = _checked_numbers(place.get(SHAPE))
     if offsets is None or shape is None or not _is_inside(offsets, sizes, shape):
         raise ValueError(f"{SHARDING} must have {OFFSETS} and {SHAPE} of {name}")
     return offsets, shape

@@ -115,7 +115,7 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
         DamagedCheckpoint: The manifest cannot be read.
         OtherCheckpointFormat: It has another format version.
     """
-    path = folder.path if isinstance(folder, RunFiles) else folder
+    path = _path_of(folder)
     try:
         raw = json.loads(RunFiles.at(folder).read(MANIFEST, MAX_BYTES))
     except (OSError, StrangeFile) as error:
@@ -123,7 +123,9 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
     # RecursionError: the parser's answer to brackets nested some thousand deep.
     except (ValueError, RecursionError) as error:
         raise _damaged(path, MANIFEST, f"not JSON ({error})") from error
-    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if not isinstance(raw, dict):
+        raise _damaged(path, MANIFEST, "not a JSON object")
+    schema = raw.get("schema")
     if _is_int(schema, 1) and schema != SCHEMA:
         raise OtherCheckpointFormat(
             f"{path}: has checkpoint format {schema}, but this version of fp8cfg reads format"
@@ -138,6 +140,10 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
     for name in files:
         _check_name(path, name)
     return Manifest(raw["step"], raw["world_size"], files, raw["created"])
+
+
+def _path_of(folder: Path | RunFiles) -> Path:
+    return folder.path if isinstance(folder, RunFiles) else folder
 
 
 def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: True) -> Manifest:
@@ -155,7 +161,7 @@ def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: T
         OtherCheckpointFormat: The manifest has another format version.
     """
     manifest = read_manifest(folder)
-    path = folder.path if isinstance(folder, RunFiles) else folder
+    path = _path_of(folder)
     try:
         # Names and sizes first: they take milliseconds, the sums may take minutes.
         files = RunFiles.at(folder)
@@ -190,8 +196,9 @@ def _check_sizes(files: RunFiles, manifest: Manifest, names: set[str]) -> None:
     differing = sorted(manifest.files.keys() ^ names)
     if differing:
         name = differing[0]
-        problem = "missing" if name in manifest.files else "not listed in the manifest"
-        raise _damaged(files.path, name, problem)
+        if name in manifest.files:
+            raise _damaged(files.path, name, "missing")
+        raise _damaged(files.path, name, "not listed in the manifest")
     for name, entry in manifest.files.items():
         try:
             size = files.size(name)
@@ -214,9 +221,11 @@ def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
     folders = [""]
     # The list grows in the loop. A recursion would fail for a deep tree.
     for parent in folders:
-        folder = files.folder(parent) if parent else files
+        folder, prefix = files, ""
+        if parent:
+            folder, prefix = files.folder(parent), f"{parent}/"
         for entry in folder.names():
-            name = f"{parent}/{entry}" if parent else entry
+            name = prefix + entry
             kind = folder.kind(entry)
             if len(name) > MAX_NAME:
                 raise _damaged(files.path, name[:80], "not a plain path inside the folder")
@@ -231,10 +240,8 @@ def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
     return paths, folders[1:]
 
 
-def _problem(raw: Any) -> str | None:
+def _problem(raw: dict[str, Any]) -> str | None:
     """Returns a problem with the fields of a parsed manifest, or None."""
-    if not isinstance(raw, dict):
-        return "not a JSON object"
     if raw.get("schema") != SCHEMA:
         return f"its schema must be {SCHEMA}"
     has_step = _is_int(raw.get("step"), 0)
@@ -279,9 +286,9 @@ def _reason(error: OSError | StrangeFile) -> str:
 
 def _damaged(folder: Path, name: str, problem: str) -> DamagedCheckpoint:
     """Returns the error for a file of a checkpoint."""
-    # A name from a folder may have control characters.
-    printable_name = name if name.isprintable() else repr(name)
-    return DamagedCheckpoint(f"{folder}: {printable_name}: {problem}")
+    if not name.isprintable():  # a name from a folder may have control characters
+        name = repr(name)
+    return DamagedCheckpoint(f"{folder}: {name}: {problem}")
 
 
 def list_steps(root: RunFiles) -> list[tuple[int, str]]:
@@ -297,9 +304,8 @@ def skip_message(problem: object) -> str:
 def no_usable_checkpoint(root: RunFiles) -> NoUsableCheckpoint:
     """Returns the error for a folder in which no checkpoint is valid."""
     return NoUsableCheckpoint(
-        f"{root.path}: none of {len(list_steps(root))} checkpoints is valid; restore the folder"
-        " from a"
-        " backup or start a new run"
+        f"{root.path}: none of {len(list_steps(root))} checkpoints is valid; restore the folder from"
+        " a backup or start a new run"
     )
 
 
@@ -333,7 +339,10 @@ def verify_step(
 
 def new_folder_name(root: RunFiles, step: int) -> str:
     """Returns the folder name of a new checkpoint of `step`."""
-    attempts = [attempt for other, attempt, _ in _newest_first(root) if other == step]
+    attempts = []
+    for saved_step, attempt, _ in _newest_first(root):
+        if saved_step == step:
+            attempts.append(attempt)
     name = f"step-{step:08d}"
     if attempts:
         name += f".{max(attempts) + 1}"
@@ -397,10 +406,10 @@ def failpoint(name: str) -> None:
         renamed: after that
         delete: after an old checkpoint was renamed, before it is removed
     """
-    fields = os.environ.get("FP8CFG_FAILPOINT", "").split(":")
-    if name != fields[0]:
+    point, _, options = os.environ.get("FP8CFG_FAILPOINT", "").partition(":")
+    if name != point:
         return
     _failpoint_counts[name] += 1
-    count = int(fields[1]) if len(fields) > 1 and fields[1] else 1
-    if _failpoint_counts[name] == count:
-        os.kill(os.getpid(), signal.Signals[fields[2] if len(fields) > 2 else "SIGKILL"])
+    count, _, signal_name = options.partition(":")
+    if _failpoint_counts[name] == int(count or 1):
+        os.kill(os.getpid(), signal.Signals[signal_name or "SIGKILL"])

@@ -185,11 +185,13 @@ def _saved_dtypes(recipe: Recipe) -> dict[str, Any]:
     Recipes with equal results can load each other's checkpoints.
     """
     precision = recipe.precision
-    tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
+    is_tied = recipe.model.share_embeddings_and_output_weights
     dtypes = resolve_state_dtypes(precision)
     columns = {}
     for linear in plan_layers(recipe):
-        columns[linear.name] = dtypes.of_parameter(linear.name not in tied, linear.fp8)
+        # The weight of a tied output layer is the embedding's, which is no linear weight.
+        is_linear = not (is_tied and linear.name == "output_layer")
+        columns[linear.name] = dtypes.of_parameter(is_linear, linear.fp8)
     columns[""] = dtypes.other
     # Weights in these dtypes can be made from float32 masters.
     from_masters = ("fp32", "fp8", precision.compute)

@@ -170,6 +170,7 @@ class CheckpointWriter:
         self._world = world
         self._state = b""
         self._staged = f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
+        # The other ranks have no root, so the first rank sends its path.
         path = root.path if isinstance(root, RunFiles) else root
         self._goal = world.text(f"step {step} was not saved in {path}")
 
@@ -211,8 +212,9 @@ class CheckpointWriter:
             result = phase()
         except Exception as error:  # the other ranks wait for this one, whatever the error is
             cause = error
-            rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
-            problem = f"{rank}{error_text(error)}"
+            problem = error_text(error)
+            if self._world.size > 1:
+                problem = f"rank {self._world.rank}: {problem}"
         answers = [json.loads(text) for text in self._world.texts(json.dumps([problem, result]))]
         # A bug: raise it, after the exchange, so that no rank hangs.
         if cause is not None and not isinstance(cause, FAILED):
@@ -298,7 +300,9 @@ def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
     if "/" in group or not PLAIN.fullmatch(group):
         raise ValueError(f"group {group!r} cannot be the name of a file")
     for box in boxes:
-        reserved = {"__metadata__"} & {box.name} or {*TORCH_KEYS, SHARDING} & {*box.also}
+        # Tensors are keys of the header next to "__metadata__". Aliases are keys of the metadata.
+        reserved = {"__metadata__"} & {box.name}
+        reserved = reserved or {*TORCH_KEYS, SHARDING} & {*box.aliases}
         if reserved:
             raise ValueError(f"{group}: the name {min(reserved)} is reserved")
         tensor = box.tensor
@@ -397,7 +401,7 @@ def encode_header(boxes: Sequence[TensorBox]) -> bytes:
     huggingface.co/docs/safetensors.
     """
     places = {box.name: {OFFSETS: box.offsets, SHAPE: box.shape} for box in boxes}
-    tied_names = {other: box.name for box in boxes for other in box.also}
+    tied_names = {alias: box.name for box in boxes for alias in box.aliases}
     metadata = {**TORCH_KEYS, SHARDING: json.dumps(places), **tied_names}
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0

@@ -55,9 +55,9 @@ class TensorBox:
         tensor: The values, a plain tensor.
         copy: Index of this rank's copy.
         copies: The number of copies.
-        along: The axes along which ranks have copies. These ranks list the same boxes in the same
-            order.
-        also: Other names of the tensor.
+        copy_axes: The axes along which ranks have copies. These ranks list the same boxes in the
+            same order.
+        aliases: Other names of the tensor.
     """
 
     name: str
@@ -66,8 +66,8 @@ class TensorBox:
     tensor: Tensor
     copy: int = 0
     copies: int = 1
-    along: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    copy_axes: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 Boxes = list[TensorBox]
@@ -83,7 +83,7 @@ def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
     shared: dict[tuple[Any, ...], list[tuple[str, TensorBox]]] = defaultdict(list)
     for group, boxes in groups.items():
         for box in boxes:
-            shared[box.copy, box.copies, box.along].append((group, box))
+            shared[box.copy, box.copies, box.copy_axes].append((group, box))
     selected: Groups = {group: [] for group in groups}
     for (copy, copies, _), entries in shared.items():
         # Each rank computes the same assignment, without communication.
@@ -97,10 +97,10 @@ def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
 def whole_boxes(named: Mapping[str, Tensor]) -> Boxes:
     """Returns each full tensor as one box. Several names of one tensor make one box."""
     boxes = []
-    for name, *also in names_by_tensor(named):
+    for name, *aliases in names_by_tensor(named):
         tensor = named[name]
         shape = tuple(tensor.shape)
-        boxes.append(TensorBox(name, shape, (0,) * len(shape), tensor, also=tuple(also)))
+        boxes.append(TensorBox(name, shape, (0,) * len(shape), tensor, aliases=tuple(aliases)))
     return boxes
 
 
@@ -108,7 +108,9 @@ def names_by_tensor(named: Mapping[str, Tensor]) -> list[list[str]]:
     """Returns the names of each tensor. A tied embedding is one tensor with two names."""
     names: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        key = _memory_key(tensor) if tensor.numel() else name  # empty tensors have no memory
+        key: Any = name  # empty tensors have no memory
+        if tensor.numel():
+            key = _memory_key(tensor)
         names.setdefault(key, []).append(name)
     return list(names.values())
 
@@ -157,7 +159,9 @@ class TensorLayout:
         model: Any = job.model
         self.sharing: World = data_parallel_world(job.prepared)
         self._tensor_rank: TensorRank | None = job.prepared.tensor_parallel
-        self._shards: Mapping[str, TensorShard] = model.shards if self._tensor_rank else {}
+        self._shards: Mapping[str, TensorShard] = {}
+        if self._tensor_rank is not None:
+            self._shards = model.shards
         self._parameters: Mapping[str, Tensor] = dict(
             model.named_parameters(remove_duplicate=False)
         )
@@ -190,16 +194,17 @@ class TensorLayout:
             # Scales are flat by rows. The scales of column shards are no box of the full scales.
             tensor = self._gather_column_scales(name, tensor, shard)
             shard = None
-        like = tensor if hasattr(tensor, "placements") else None
+        dtensor = tensor if hasattr(tensor, "placements") else None
         values = self.local(self._reduce_history(name, tensor))
+        local_shape = tuple(values.shape)
         shape = tuple(tensor.shape)
         full_shape = _full_shape(shape, shard)
         copies: tuple[int, int, tuple[str, ...]] = (0, 1, ())
         if not has_no_copies:
-            copies = self._copies(like, shard)
-        for place in self._places(shape, tuple(values.shape), like, shard):
+            copies = self._copies(dtensor, shard)
+        for place in self._places(shape, local_shape, dtensor, shard):
             box = values
-            if place.size != tuple(values.shape):
+            if place.size != local_shape:
                 box = values[slices(place.local, place.size)]
             yield TensorBox(name, full_shape, place.full, box, *copies)
 
@@ -218,17 +223,18 @@ class TensorLayout:
         """
         shard = self._shard_of(name, len(full_shape))
         like = self._fsdp_parameter_of(name)
-        is_scales = bool(full_shape) and name.endswith(SCALES)
-        parameter = self._parameters.get(parameter_of_scales(name)) if is_scales else None
-        if parameter is not None:
-            shard, like = split_scales(parameter, shard)
-            if shard is not None and shard.dim == 1:
+        # A tensor without dimensions is one scale for the full parameter.
+        if full_shape and name.endswith(SCALES):
+            parameter = self._parameters.get(parameter_of_scales(name))
+            if parameter is not None:
+                shard, like = split_scales(parameter, shard)
+            if parameter is not None and shard is not None and shard.dim == 1:
                 # Reads scales of full rows, then takes this rank's columns. See `boxes`.
                 start, size = _local_box(like, full_shape)
                 rows = local(parameter).shape[0]
                 values = slice_column_scales(read(start, size), rows, shard)
                 shape = (full_shape[0] // shard.ranks, *full_shape[1:])
-                return values if like is None else as_dtensor(values, like, shape)
+                return _with_placements(values, like, shape)
         shape = _shard_shape(full_shape, shard)
         _, size = _local_box(like, shape)
         places = list(self._places(shape, size, like, shard))
@@ -239,11 +245,13 @@ class TensorLayout:
             values = read((0,) * len(size), (0, *size[1:])).new_empty(size)
             for place in places:
                 values[slices(place.local, place.size)] = read(place.full, place.size)
-        return values if like is None else as_dtensor(values, like, shape)
+        return _with_placements(values, like, shape)
 
     def local(self, tensor: Tensor) -> Tensor:
         """Returns this rank's values as a plain tensor."""
-        return local(tensor).detach() if self.fsdp_parameters else tensor.detach()
+        if self.fsdp_parameters:
+            tensor = local(tensor)
+        return tensor.detach()
 
     def _shard_of(self, name: str, dims: int) -> TensorShard | None:
         """Returns the tensor-parallel shard of a tensor, None if every rank has it in full.
@@ -253,8 +261,9 @@ class TensorLayout:
         """
         owner, _, last = name.rpartition(".")
         if name.endswith(SCALES):
-            # A tensor without dimensions is one scale for the full parameter.
-            return self._shards.get(parameter_of_scales(name)) if dims else None
+            if dims == 0:  # one scale for the full parameter
+                return None
+            return self._shards.get(parameter_of_scales(name))
         if last in WEIGHT_BUFFERS:
             # Scales per block are 2-D. A scale per tensor is the same on every rank.
             if dims != 2 or name in self._shared_scales:
@@ -350,14 +359,25 @@ def _full_shape(shape: Offsets, shard: TensorShard | None) -> Offsets:
     """Returns the shape of the full tensor of a tensor-parallel shard."""
     if shard is None:
         return shape
-    return tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
+    full_shape = list(shape)
+    full_shape[shard.dim] *= shard.ranks
+    return tuple(full_shape)
 
 
 def _shard_shape(full_shape: Offsets, shard: TensorShard | None) -> Offsets:
     """Returns the shape of a tensor-parallel shard of a full tensor."""
     if shard is None:
         return full_shape
-    return tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(full_shape))
+    shape = list(full_shape)
+    shape[shard.dim] //= shard.ranks
+    return tuple(shape)
+
+
+def _with_placements(values: Tensor, like: Any, shape: Offsets) -> Tensor:
+    """Returns `values` as a DTensor of `shape` with the placements of `like`, if there are any."""
+    if like is None:
+        return values
+    return as_dtensor(values, like, shape)
 
 
 def _local_box(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
@@ -388,15 +408,15 @@ def split_scales(
         The tensor-parallel shard, and the parameter if FSDP2 shards it. Both are None if a cut
         splits a block. The rank then keeps its state in float32 and needs all scales to decode it.
     """
-    is_sharded = hasattr(parameter, "placements")
     # Elements of a shard that are consecutive in the full tensor must be whole blocks.
     if shard and shard.run(parameter.shape) % BLOCK:
         return None, None
-    if is_sharded:
-        mesh = parameter.device_mesh
-        if not fits(parameter.shape, mesh.size(mesh.ndim - 1), BLOCK):
-            return None, None
-    return shard, parameter if is_sharded else None
+    if not hasattr(parameter, "placements"):
+        return shard, None
+    mesh = parameter.device_mesh
+    if not fits(parameter.shape, mesh.size(mesh.ndim - 1), BLOCK):
+        return None, None
+    return shard, parameter
 
 
 def join_column_scales(scales: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
