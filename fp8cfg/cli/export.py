@@ -211,7 +211,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     # A sibling of `out`: a rename is atomic only within a file system.
     whole = out.resolve()
-    made = whole.with_name(f".{whole.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
+    made = whole.with_name(f".fp8cfg-{uuid.uuid4().hex}")
     try:
         made.mkdir(parents=True)
         yield made

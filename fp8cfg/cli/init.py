@@ -75,7 +75,7 @@ def _to_path(name: str) -> Path:
 def _write(path: Path, text: str) -> None:
     """Writes the file and its parent folders. Raises NotWritable."""
     # Under a new name first: after an interrupt, an existing file is old or new but never cut.
-    new = path.with_name(f".{path.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
+    new = path.with_name(f".fp8cfg-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(text, encoding="utf-8")

@@ -306,9 +306,8 @@ def check_page_path(path: Path) -> None:
 
 def replace_page(path: Path, text: str) -> None:
     """Replaces a page atomically: a browser loads the old page or the new one. See `write_page`."""
-    # In the same folder, because a rename is only atomic within a file system. The name is cut to
-    # stay below the 255 bytes of most file systems.
-    new = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}")
+    # In the same folder, because a rename is only atomic within a file system.
+    new = path.with_name(f".fp8cfg-{uuid.uuid4().hex}")
     try:
         check_page_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
