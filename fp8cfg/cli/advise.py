@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import write_new
-from fp8cfg.cli.recipe_arguments import changed_words, composed, recipe_file
+from fp8cfg.cli.recipe_arguments import changed_words, compose_recipe, recipe_file
 from fp8cfg.planning.hardware import find_gpu
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.messages import say_on_stderr
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         # One message with all problems of the command line.
         raise ConfigError(error.problems + wrong_words(arguments)) from None
     folder = arguments.one("--config-dir")
-    recipe = composed(arguments.words, folder, file)
+    recipe = compose_recipe(arguments.words, folder, file)
     from fp8cfg.parallel.process_group import world
     from fp8cfg.planning.hardware import find_hardware
     from fp8cfg.studies import advice

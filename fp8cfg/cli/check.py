@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe
 from fp8cfg.planning import layout, preflight, remarks, training_data
 from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
 from fp8cfg.planning.layer_plan import plan_layers
@@ -86,7 +86,7 @@ def _checked(
         ConfigError: The recipe is wrong. The error lists all problems.
         NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
-    found = settled(words, folder, file)
+    found = resolve_recipe(words, folder, file)
     recipe = found.recipe
     refuse_if([*violations(recipe, written=found.written), *training_data.unintended_data(recipe)])
     coverage, p, t = planned_coverage(recipe, plan_layers(recipe)), recipe.precision, recipe.trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8cfg.building import builder
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split
-from fp8cfg.cli.recipe_arguments import composed, recipe_path
+from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_path
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.planning import graph_text, job_plan
 from fp8cfg.report import differences
@@ -126,7 +126,7 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
         raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
     given = recipe_path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
-        return _Side(name, composed(half.words, config_dir, given), None)
+        return _Side(name, compose_recipe(half.words, config_dir, given), None)
     run = RunFolder.open(given, lock=False)
-    recipe = composed(half.words, config_dir, base=run.read_recipe(config_dir))
+    recipe = compose_recipe(half.words, config_dir, base=run.read_recipe(config_dir))
     return _Side(name, recipe, read_object(run.files, ENVIRONMENT))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.cli.run_models import models_in_precisions, load_model, integer_option
 from fp8cfg.data import Samples
 from fp8cfg.schema.data import NO_ADDRESS
 from fp8cfg.schema.errors import ConfigError, printable
@@ -50,8 +50,8 @@ def run(argv: list[str]) -> int:
     path = arguments.one("--data")
     if path and "://" in path:
         raise ConfigError(f"--data {path}: {NO_ADDRESS}")
-    limit = whole(arguments, "--samples", 1)
-    found = loaded(arguments)
+    limit = integer_option(arguments, "--samples", 1)
+    found = load_model(arguments)
     # Imported late: a wrong argument is an error before torch is loaded.
     from fp8cfg.training.evaluation import held_out, held_out_loss
 
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
             f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens"
         )
     losses, targets = list[tuple[str, float]](), 0
-    for name, model in in_precisions(found, arguments.one("--precision")):
+    for name, model in models_in_precisions(found, arguments.one("--precision")):
         measured = held_out_loss(model, samples, limit)
         losses.append((name, measured.loss))
         targets = measured.targets

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import composed, recipe_file, say_notes, settled
+from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_file, say_notes, resolve_recipe
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text
@@ -132,7 +132,7 @@ def run(argv: list[str]) -> int:
         output, file = arguments.one("--output"), recipe_file(arguments.plain, ())
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
-    result = settled(arguments.words, arguments.one("--config-dir"), file)
+    result = resolve_recipe(arguments.words, arguments.one("--config-dir"), file)
     refuse_if(result.problems)
     say_notes(result.notes)
     recipe = result.recipe
@@ -414,7 +414,7 @@ def run_slurm(arguments: Arguments) -> int:
             f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"
         )
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
-    recipe = composed(arguments.words, folder, recipe_file(said, ()))
+    recipe = compose_recipe(arguments.words, folder, recipe_file(said, ()))
     refuse_if(training_data.unintended_data(recipe))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
     text = batch_script(recipe, words, settings(arguments.one("--slurm") or "", submitit=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import composed, settled
+from fp8cfg.cli.recipe_arguments import compose_recipe, resolve_recipe
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.interop.projects import (
     DOORS,
@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
         chosen = [f"recipe={source}"]
     elif source and chosen != [f"recipe={source}"]:
         remarks.append(f"{source}: the source builds on it; {chosen[0]} takes its place")
-    base = settled(chosen, folder)
+    base = resolve_recipe(chosen, folder)
     try:
         found = (
             from_file(project, file, base.recipe)
@@ -148,7 +148,7 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
     """Applies the overrides to the imported recipe and checks it."""
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:
-        return composed(words, arguments.one("--config-dir"), base=found)
+        return compose_recipe(words, arguments.one("--config-dir"), base=found)
     except ConfigError as e:
         if words != arguments.words or found.model != base.model:
             raise

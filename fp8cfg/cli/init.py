@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import say_notes, settled
+from fp8cfg.cli.recipe_arguments import say_notes, resolve_recipe
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     # lexists: a broken link would be replaced too.
     if os.path.lexists(path) and "--force" not in arguments.flags:
         raise ConfigError(f"{path}: exists already; choose another name, or add --force")
-    result = settled(arguments.words, arguments.one("--config-dir"))
+    result = resolve_recipe(arguments.words, arguments.one("--config-dir"))
     refuse_if(result.problems)
     say_notes(result.notes)
 

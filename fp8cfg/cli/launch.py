@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fp8cfg.cli import WORDS
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe, command_lines
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution import executor as runs
@@ -57,14 +57,16 @@ def run(argv: list[str]) -> int:
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides for the ranks of --local."""
-        found = settled(words, arguments.one("--config-dir"), file)
+        found = resolve_recipe(words, arguments.one("--config-dir"), file)
         if ranks is None or found.recipe.trainer.smoke:  # a smoke run adapts to its ranks
             return found
         # --local also sets trainer.devices: the layout must fit these ranks.
-        return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
+        return resolve_recipe(
+            [*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file
+        )
 
     found = settle(arguments.words)
-    whole_line = whole_lines(arguments, settle, "launch", "--local", str(ranks))
+    whole_line = command_lines(arguments, settle, "launch", "--local", str(ranks))
     problems = [] if ranks and found.layout_alone else found.problems
     lines: list[str | Violation] = [
         *_two_counts(arguments.words, found.recipe, ranks),

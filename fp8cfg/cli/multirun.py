@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8cfg.cli import hydra as hydra_flags
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.recipe_arguments import say_notes, settled
+from fp8cfg.cli.recipe_arguments import say_notes, resolve_recipe
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library
@@ -306,7 +306,9 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
 
     def build(words: Sequence[str]) -> None:
         """Composes one combination. Raises ConfigError if it cannot run."""
-        found = settled(words, config_dir, file, sweep=True)  # each job prints its notes itself
+        found = resolve_recipe(
+            words, config_dir, file, sweep=True
+        )  # each job prints its notes itself
         one = found.recipe.log.folder
         refuse_if(
             [

@@ -13,8 +13,8 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import matches
 from fp8cfg.cli import WORDS, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled
-from fp8cfg.cli.run_models import whole
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe
+from fp8cfg.cli.run_models import integer_option
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.execution.executor import LocalExecutor
 from fp8cfg.planning.hardware import count_gpus
@@ -88,8 +88,8 @@ def run(argv: list[str]) -> int:
     """Compares the precisions of `argv`. Returns the exit code."""
     arguments = split(argv, OPTIONS, ("--json",))
     file = recipe_file(arguments.plain, WORDS)
-    seeds = whole(arguments, "--seeds", 1)
-    steps = whole(arguments, "--steps", 1)
+    seeds = integer_option(arguments, "--seeds", 1)
+    steps = integer_option(arguments, "--steps", 1)
     tolerance = _tolerance(arguments)
     folders = arguments.options.get("--against", [])
     if folders and seeds is not None:
@@ -218,9 +218,9 @@ def _recipes(
         chosen = precision_words(text)
         # First without the FP8 overrides: a precision without FP8 would reject them. The words of
         # the precision come last, so they win.
-        found = settled([*common, *chosen], config_dir, file, base)
+        found = resolve_recipe([*common, *chosen], config_dir, file, base)
         if fp8_words and found.recipe.fp8.enabled:
-            found = settled([*common, *fp8_words, *chosen], config_dir, file, base)
+            found = resolve_recipe([*common, *fp8_words, *chosen], config_dir, file, base)
         elif fp8_words:
             notes[f"note: {' '.join(fp8_words)}: not for {text}, which has no FP8"] = None
         for line in map(str, found.problems):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fp8cfg.building.builder import lower
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe, command_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides and the file."""
-        return settled(words, folder, file)
+        return resolve_recipe(words, folder, file)
 
     found = settle(arguments.words)
     started = ranks or _launched()
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
     recipe = found.recipe
     check_accelerator(recipe, name, "--gpu ")
     world = started or recipe.trainer.num_nodes * recipe.trainer.devices
-    whole_line = whole_lines(arguments, settle, has_blanks=True)
+    whole_line = command_lines(arguments, settle, has_blanks=True)
     plan = report_plan(recipe, world, gpu, whole_line, found.problems)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:

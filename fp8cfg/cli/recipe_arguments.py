@@ -147,7 +147,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     return f"{arg or repr(arg)}: no command, recipe file or key=value; fp8cfg --help has them"
 
 
-def composed(
+def compose_recipe(
     words: Sequence[str],
     config_dir: str | None = None,
     file: Path | None = None,
@@ -164,13 +164,13 @@ def composed(
     Raises:
         ConfigError: An argument or the recipe is wrong.
     """
-    found = settled(words, config_dir, file, base)
+    found = resolve_recipe(words, config_dir, file, base)
     refuse_if(found.problems)
     say_notes(found.notes)
     return found.recipe
 
 
-def settled(
+def resolve_recipe(
     words: Sequence[str],
     config_dir: str | None = None,
     file: Path | None = None,
@@ -180,10 +180,10 @@ def settled(
     """Composes a recipe without printing notes or rejecting problems.
 
     Args:
-        words: See `composed`.
-        config_dir: See `composed`.
-        file: See `composed`.
-        base: See `composed`.
+        words: See `compose_recipe`.
+        config_dir: See `compose_recipe`.
+        file: See `compose_recipe`.
+        base: See `compose_recipe`.
         sweep: Whether this is a job of a sweep.
 
     Returns:
@@ -197,13 +197,13 @@ def settled(
     )
 
 
-def settled_on_ranks(
+def resolve_on_ranks(
     words: Sequence[str],
     config_dir: str | None = None,
     file: Path | None = None,
     base: Recipe | None = None,
 ) -> ResolvedRecipe:
-    """Composes a recipe for the ranks of a launcher. Arguments as `settled`.
+    """Composes a recipe for the ranks of a launcher. Arguments as `resolve_recipe`.
 
     If the layout does not fit num_nodes and devices of the recipe, the launcher's are tried.
     """
@@ -255,7 +255,7 @@ change with the machine. One more is a reserve.
 """
 
 
-def whole_lines(
+def command_lines(
     arguments: Arguments, settle: Settle, *verb: str, has_blanks: bool = False
 ) -> CommandLine:
     """Returns a function that writes the command line of a fit, for suggestions.

@@ -12,7 +12,7 @@ from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, resolve_on_ranks, command_lines
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
@@ -64,9 +64,9 @@ def run(argv: list[str]) -> int:
 
     def settle(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides on top of the first run's."""
-        return settled_on_ranks(words, arguments.one("--config-dir"), base=before)
+        return resolve_on_ranks(words, arguments.one("--config-dir"), base=before)
 
-    found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
+    found, whole_line = settle(arguments.words), command_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
     if (ended := launch_run.start_ranks(found, ["rerun", *argv], whole_line)) is not None:
         return ended

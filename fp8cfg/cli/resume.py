@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import can_resume, refuse_changes, unused_allows
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, resolve_on_ranks, command_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -59,12 +59,12 @@ def run(argv: list[str]) -> int:
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides on top of the checkpoint's."""
-        return settled_on_ranks(words, config_dir, base=before)
+        return resolve_on_ranks(words, config_dir, base=before)
 
     def change(base: Recipe) -> Recipe:
         """Applies the overrides to the recipe of the loaded checkpoint, with notes."""
         # Called again for each older checkpoint if the newest one is damaged.
-        resolved = settled_on_ranks(arguments.words, config_dir, base=base)
+        resolved = resolve_on_ranks(arguments.words, config_dir, base=base)
         refuse_if(resolved.problems)
         say_notes(resolved.notes)
         say_notes(idle_folder(arguments.words, config_dir))
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         options += ["--step", str(choice.step)]
     if choice.recalibrate_fp8:
         options.append("--recalibrate-fp8")
-    whole_line = whole_lines(arguments, resolve, "resume", *options)
+    whole_line = command_lines(arguments, resolve, "resume", *options)
 
     resolved = resolve(arguments.words)
     # launch_run.start_ranks reports problems of the layout, with command lines that run here.

@@ -55,7 +55,7 @@ def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
     return data
 
 
-def loaded(arguments: Arguments) -> RunModel:
+def load_model(arguments: Arguments) -> RunModel:
     """Loads the model of a run in its own precision.
 
     Args:
@@ -68,7 +68,7 @@ def loaded(arguments: Arguments) -> RunModel:
     path, change, step = (
         Path(arguments.plain[0]),
         _on(arguments.one("--accelerator")),
-        whole(arguments, "--step", 0),
+        integer_option(arguments, "--step", 0),
     )
     RunFolder.open(
         arguments.plain[0], lock=False
@@ -90,7 +90,7 @@ def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
     return lambda recipe: setattr(recipe.trainer, "accelerator", accelerator)
 
 
-def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
+def models_in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
     """Yields a title and the model for each precision, one after the other.
 
     Args:
@@ -139,7 +139,9 @@ def title(run: RunModel) -> str:
     return f"{p.compute}, {scalings.title(p.fp8.scaling)}" if p.fp8.enabled else p.compute
 
 
-def whole(arguments: Arguments, option: str, least: int, default: int | None = None) -> int | None:
+def integer_option(
+    arguments: Arguments, option: str, least: int, default: int | None = None
+) -> int | None:
     """Parses an integer option.
 
     Args:

@@ -6,7 +6,7 @@ import math
 import unicodedata
 
 from fp8cfg.cli.argv import Arguments, before_end, split
-from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.cli.run_models import models_in_precisions, load_model, integer_option
 from fp8cfg.data import DataError
 from fp8cfg.data.chat import encode_prompt
 from fp8cfg.data.tokenizer import Tokenizer
@@ -54,8 +54,11 @@ _OPTIONS = (
 def run(argv: list[str]) -> int:
     """Prints generated text and returns the exit code."""
     arguments = _split(argv)
-    tokens, top_k = whole(arguments, "--tokens", 1, 100), whole(arguments, "--top-k", 1)
-    temperature, seed = _temperature(arguments), whole(arguments, "--seed", 0, 0)
+    tokens, top_k = (
+        integer_option(arguments, "--tokens", 1, 100),
+        integer_option(arguments, "--top-k", 1),
+    )
+    temperature, seed = _temperature(arguments), integer_option(arguments, "--seed", 0, 0)
     if temperature == 0 and (
         idle := [name for name in ("--top-k", "--seed") if arguments.one(name)]
     ):
@@ -65,12 +68,12 @@ def run(argv: list[str]) -> int:
     if (names := arguments.one("--precision")) and "," in names:
         raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
     # Loads torch, so all arguments are checked before.
-    found = loaded(arguments)
+    found = load_model(arguments)
     from fp8cfg.training.evaluation import run_tokenizer, sample
 
     tokenizer = run_tokenizer(found, arguments.one("--tokenizer"))
     prompt = _prompt(arguments.plain[1], "--chat" in arguments.flags, tokenizer)
-    title, model = next(in_precisions(found, names))
+    title, model = next(models_in_precisions(found, names))
     say_on_stderr(printable(f"{arguments.plain[0]}: step {found.step}, {title}"))
     written = list[int]()
     for token in sample(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8cfg.cli import WORDS, hydra, launch_run
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, is_hydra, split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, settled_on_ranks, whole_lines
+from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_on_ranks, command_lines
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import remarks
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides and the file."""
-        return settled_on_ranks(words, arguments.one("--config-dir"), file)
+        return resolve_on_ranks(words, arguments.one("--config-dir"), file)
 
     resolved = resolve([word for word in arguments.words if not is_hydra(word)])
     path = hydra.run_dir(arguments, file, resolved.changes)
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     # launch_run.start_ranks reports problems of the layout, with command lines that run here.
     if conflicts or not resolved.layout_alone:
         refuse_if([*resolved.problems, *conflicts])
-    whole_line = whole_lines(arguments, resolve)
+    whole_line = command_lines(arguments, resolve)
     code = launch_run.start_ranks(resolved, argv, whole_line)
     if code is not None:
         return code
