@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import recipe_file, resolve_recipe, say_notes
 from fp8cfg.planning import layout, preflight, remarks, training_data
 from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
 from fp8cfg.planning.layer_plan import plan_layers

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.run_models import models_in_precisions, load_model, integer_option
+from fp8cfg.cli.run_models import integer_option, load_model, models_in_precisions
 from fp8cfg.data import Samples
 from fp8cfg.schema.data import NO_ADDRESS
 from fp8cfg.schema.errors import ConfigError, printable

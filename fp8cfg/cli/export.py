@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_file, say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_file, resolve_recipe, say_notes
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text

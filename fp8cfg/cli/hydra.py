@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
-from fp8cfg.cli.recipe_arguments import say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import resolve_recipe, say_notes
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.hydra_application import NAME, application, recipe_from
 from fp8cfg.composition.overrides import hydra_word

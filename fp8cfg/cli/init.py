@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import resolve_recipe, say_notes
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fp8cfg.cli import WORDS
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, recipe_file, resolve_recipe, say_notes
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution import executor as runs

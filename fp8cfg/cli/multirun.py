@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8cfg.cli import hydra as hydra_flags
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.recipe_arguments import say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import resolve_recipe, say_notes
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library

@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import matches
 from fp8cfg.cli import WORDS, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe
+from fp8cfg.cli.recipe_arguments import recipe_file, resolve_recipe, say_notes
 from fp8cfg.cli.run_models import integer_option
 from fp8cfg.composition.overrides import parsed
 from fp8cfg.execution.executor import LocalExecutor

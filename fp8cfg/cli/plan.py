@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fp8cfg.building.builder import lower
 from fp8cfg.cli.argv import split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_recipe, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, recipe_file, resolve_recipe, say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text

@@ -12,7 +12,7 @@ from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, resolve_on_ranks, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, idle_folder, resolve_on_ranks, say_notes
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import can_resume, refuse_changes, unused_allows
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import VERBOSE, add_verbose, split
-from fp8cfg.cli.recipe_arguments import idle_folder, say_notes, resolve_on_ranks, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, idle_folder, resolve_on_ranks, say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if

@@ -6,7 +6,7 @@ import math
 import unicodedata
 
 from fp8cfg.cli.argv import Arguments, before_end, split
-from fp8cfg.cli.run_models import models_in_precisions, load_model, integer_option
+from fp8cfg.cli.run_models import integer_option, load_model, models_in_precisions
 from fp8cfg.data import DataError
 from fp8cfg.data.chat import encode_prompt
 from fp8cfg.data.tokenizer import Tokenizer

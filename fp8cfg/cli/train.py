@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8cfg.cli import WORDS, hydra, launch_run
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, is_hydra, split, wrong_words
-from fp8cfg.cli.recipe_arguments import recipe_file, say_notes, resolve_on_ranks, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, recipe_file, resolve_on_ranks, say_notes
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import remarks

@@ -12,7 +12,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.recipe_arguments import resolve_recipe, command_lines
+from fp8cfg.cli.recipe_arguments import command_lines, resolve_recipe
 from fp8cfg.planning import preflight
 from fp8cfg.planning.fit_search import SMOKE, Fit, Search
 from fp8cfg.planning.peak_memory import plan_memory
