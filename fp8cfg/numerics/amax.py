@@ -17,24 +17,27 @@ from fp8cfg.numerics.async_copies import run_collective
 from fp8cfg.schema.scalings import Tile
 
 
-def compute_amax(t: Tensor) -> Tensor:
-    """Returns the largest magnitude in `t`, float32 []. NaN is skipped, infinity is not.
+def compute_amax(tensor: Tensor) -> Tensor:
+    """Returns the largest magnitude in a tensor, float32 []. NaN is skipped, infinity is not.
 
     TE's kernels take fmaxf, which skips NaN. Non-finite values are detected on the gradients
     instead. Returns 0 for an empty tensor. The host does not wait for an accelerator.
     """
-    t = t.detach()
-    if t.numel() == 0:  # an expert that received no tokens
-        return torch.zeros((), dtype=torch.float32, device=t.device)
-    return replace_nan(t.abs()).amax().float()
+    tensor = tensor.detach()
+    if tensor.numel() == 0:  # an expert that received no tokens
+        return torch.zeros((), dtype=torch.float32, device=tensor.device)
+    return replace_nan(tensor.abs()).amax().float()
 
 
-def compute_amax_or_nan(t: Tensor) -> Tensor:
-    """Returns the largest magnitude in `t`, float32 [], or NaN if it has one. 0 if it is empty."""
-    t = t.detach()
-    if t.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=t.device)
-    low, high = torch.aminmax(t)  # unlike abs(), it makes no copy of `t`
+def compute_amax_or_nan(tensor: Tensor) -> Tensor:
+    """Returns the largest magnitude in a tensor, float32 [], or NaN if it has one.
+
+    Returns 0 for an empty tensor.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=tensor.device)
+    low, high = torch.aminmax(tensor)  # unlike abs(), it makes no copy of the tensor
     return torch.maximum(high, -low).float()
 
 
@@ -43,12 +46,24 @@ def replace_nan(magnitudes: Tensor) -> Tensor:
     return torch.where(magnitudes >= 0, magnitudes, 0)  # a comparison with NaN is false
 
 
-def record_amax(running_max: Tensor, amax: Tensor) -> None:
-    """Folds `amax`, [], into `running_max`, []. NaN is skipped."""
+def record_amax(record: Tensor, amax: Tensor) -> None:
+    """Folds `amax`, [], into the running maximum `record`, []. NaN is skipped."""
     if torch.compiler.is_compiling():
-        running_max.copy_(torch.fmax(running_max, amax))
+        record.copy_(torch.fmax(record, amax))
     else:
-        torch.fmax(running_max, amax, out=running_max)  # one kernel, without a temporary
+        torch.fmax(record, amax, out=record)  # one kernel, without a temporary
+
+
+def running_max(history: Tensor | None, role: int) -> Tensor | None:
+    """Returns the running maximum, float32 [], of one tensor in the amax record of a layer.
+
+    Args:
+        history: Amax record, float32 [length, roles]. None records nothing.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+    """
+    if history is None:
+        return None
+    return history[0, role]
 
 
 # --- tiles of a matrix
@@ -143,7 +158,16 @@ class AmaxGroup(NamedTuple):
     def exclude(self, roles: tuple[int, ...]) -> AmaxGroup | None:
         """Returns the group without `roles`, or None if no tensor is left."""
         split = tuple((role, dim) for role, dim in self.split if role not in roles)
-        return AmaxGroup(split, self.group) if split else None
+        if not split:
+            return None
+        return AmaxGroup(split, self.group)
+
+
+def sharing_group(amax_group: AmaxGroup | None, role: int, tile: Tile | None = None) -> str | None:
+    """Returns `AmaxGroup.group_of`. None without tensor parallelism."""
+    if amax_group is None:
+        return None
+    return amax_group.group_of(role, tile)
 
 
 def all_reduce_max(t: Tensor, group: Any) -> Tensor:

@@ -14,9 +14,10 @@ pytorch/attention/dot_product_attention/backends.py):
 The softmax and dP are computed in float32, from S before rounding. If query heads share a key head, each
 has its own dK and dV, which are summed after rounding.
 
-Delayed scaling keeps a history for each of the six. Current scaling scales each from itself; S and dP
-never by a power of two. Values are quantized from float32, as everywhere in this package. Transformer
-Engine's emulation, unlike its kernels, rounds them to the layer's dtype between any two operations.
+Delayed scaling keeps a history for each of the six. Current scaling scales each by its own amax; S and
+dP never by a power of two. Values are quantized from float32, as everywhere in this package.
+Transformer Engine's emulation, unlike its kernels, rounds them to the layer's dtype between any two
+operations.
 
 This emulation has explicit [T, T] matrices; it is not a flash kernel. The backward pass computes them
 again instead of saving them: one layer at a time takes some 12 bytes for each of B x heads x T x T.
@@ -25,6 +26,7 @@ again instead of saving them: one layer at a time takes some 12 bytes for each o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,7 @@ from fp8cfg.numerics.stored_state import (
     amax_record,
     complete_delayed,
     in_stored_form,
+    move_without_cast,
     persistent,
 )
 
@@ -289,7 +292,9 @@ class FP8Attention(nn.Module):
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
         # Under delayed scaling row 0 of the history is the amax record.
-        amax = None if state else torch.zeros(1, len(ROLES), dtype=torch.float32, device=device)
+        amax = None
+        if not state:
+            amax = torch.zeros(1, len(ROLES), dtype=torch.float32, device=device)
         self.register_buffer(AMAX, amax, persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
@@ -320,13 +325,17 @@ class FP8Attention(nn.Module):
         output_dtype = q.dtype
         if torch.is_autocast_enabled(device):
             output_dtype = torch.get_autocast_dtype(device)
-        carrier = torch.bfloat16 if output_dtype == torch.bfloat16 else torch.float32
+        carrier = torch.float32
+        if output_dtype == torch.bfloat16:
+            carrier = torch.bfloat16
         window = self.window
         if window is not None and window >= q.shape[-2]:
             window = None
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        score_scale = self.scale
+        if score_scale is None:
+            score_scale = q.shape[-1] ** -0.5
         call = AttentionCall(
-            self.scaling, carrier, output_dtype, torch.is_grad_enabled(), scale, window
+            self.scaling, carrier, output_dtype, torch.is_grad_enabled(), score_scale, window
         )
         buffers = AttentionBuffers(self.fp8_scale, amax_record(self), self.gemms_ran)
         num_key_heads = k.shape[1]
@@ -352,12 +361,7 @@ class FP8Attention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Attention:
         """Moves buffers between devices, but never casts them: `model.bfloat16()` keeps scales."""
-
-        def move(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            return result if result.dtype == tensor.dtype else tensor.to(result.device)
-
-        super()._apply(move, recurse)
+        super()._apply(partial(move_without_cast, fn), recurse)
         return self
 
     def _save_to_state_dict(

@@ -60,7 +60,7 @@ from fp8cfg.numerics.stored_state import (
     in_stored_form,
     prepare_load,
 )
-from fp8cfg.numerics.weight_storage import SCALE_INV, NarrowWeight
+from fp8cfg.numerics.weight_storage import NarrowWeight
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.autocast import Region
@@ -559,12 +559,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         """
         self.codec = codec
         self.read_as = read_as
-        weight = self.parameter
-        if codec.scaling != "none" or weight.dtype != codec.format.dtype:
-            data, *scales = codec.encode(weight.detach().float())
-            if scales:
-                self.register_buffer(SCALE_INV, scales[0], persistent=False)
-            self._set_parameter(data, weight.requires_grad)
+        self._encode_parameter(codec)
         self._prepare_gradient()
 
     @property

@@ -4,8 +4,8 @@
 `values(dtype)`, and an FP8 weight is a GEMM operand as it is stored.
 
 One float8 matrix serves fprop and dgrad if both read the same scales: one scale per tensor, or square
-tiles. TileScales along rows cannot be read along columns. Such a scaling stores a second matrix for dgrad,
-as Transformer Engine's MXFP8 tensors do: as many bytes as bfloat16.
+tiles. If scales lie along rows, dgrad cannot read them along columns. Such a scaling stores a second
+matrix for dgrad, as Transformer Engine's MXFP8 tensors do: as many bytes as bfloat16.
 
 Two tensor subclasses let a stored weight be a Parameter. `Codes` rejects arithmetic, because its numbers
 mean nothing without their scale. `GatheredWeight` is the result of an FP8 all-gather by FSDP2.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fp8cfg.numerics.amax import AmaxGroup, join_tiles, split_tiles
+from fp8cfg.numerics.amax import AmaxGroup, join_tiles, sharing_group, split_tiles
 from fp8cfg.numerics.formats import cast, reciprocal
 from fp8cfg.numerics.gemm import Operand, convert_dtype
 from fp8cfg.numerics.quantize import quantize_tiles
@@ -142,10 +142,13 @@ def weight_storage(tensors: Sequence[Tensor | None], codec: Codec | None) -> Wei
     data, *scales = tensors
     assert data is not None
     if codec is not None:
-        return CodecWeight(data, scales[0] if scales else None, codec)
-    scale_inv, *second = scales
+        codec_scale = None
+        if scales:
+            codec_scale = scales[0]
+        return CodecWeight(data, codec_scale, codec)
+    scale_inv, *dgrad_tensors = scales
     assert scale_inv is not None, "a float8 weight has a scale"
-    return FP8Weight(data, scale_inv, *second)
+    return FP8Weight(data, scale_inv, *dgrad_tensors)
 
 
 def store(
@@ -153,7 +156,7 @@ def store(
     scaling: Scaling,
     scale: Tensor | None = None,
     record: Tensor | None = None,
-    parts: AmaxGroup | None = None,
+    amax_group: AmaxGroup | None = None,
 ) -> FP8Weight:
     """Quantizes a high-precision weight to the FP8 weight that GEMMs read.
 
@@ -162,20 +165,20 @@ def store(
         scaling: The scaling.
         scale: float32 [], the scale of a scaling with one scale per tensor. None for tiles.
         record: float32 [], a running maximum that receives the amax of tiles, if any.
-        parts: The ranks that have other parts of the weight. They share the scales.
+        amax_group: Ranks with the other shards of the weight. They share the scales.
     """
     fmt = scaling.forward
     if scale is not None:
         return FP8Weight(cast(master.float() * scale, fmt), reciprocal(scale))
     global_scale, global_scale_inv = None, None
     if scaling.layout.two_levels:
-        global_scale = compute_global_scale(master, group=parts and parts.group_of(WEIGHT))
+        global_scale = compute_global_scale(master, sharing_group(amax_group, WEIGHT))
         global_scale_inv = reciprocal(global_scale)
 
     def quantize_along(dim: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, dim)
         assert tile is not None, "a scaling with one scale per tensor passes it"
-        group = parts and parts.group_of(WEIGHT, tile)
+        group = sharing_group(amax_group, WEIGHT, tile)
         operand = quantize_tiles(
             master, tile, fmt, scaling, fmt.dtype, global_scale, record=record, group=group
         )
@@ -187,6 +190,13 @@ def store(
     if scaling.directional(WEIGHT):
         dgrad, dgrad_scale_inv = quantize_along(0)
     return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv)
+
+
+def quantized_dims(scaling: Scaling) -> tuple[int, ...]:
+    """Returns the contracted dimensions for which a weight is quantized, the one of fprop first."""
+    if scaling.directional(WEIGHT):
+        return 1, 0
+    return (1,)
 
 
 def pack(scale_inv: Tensor, scaling: Scaling) -> Tensor:

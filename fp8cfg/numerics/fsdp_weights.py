@@ -1,18 +1,27 @@
 """FP8 all-gather of weights: FSDP2 gathers a float32 shard quantized, and GEMMs read the result.
 
-    after a step    `refresh_shards` computes scales: the amaxes of all weights are reduced (MAX) over
-                    their shards, in one all-reduce for all layers
-    pre-gather      this rank's rows are quantized, once per step, and sent as bytes. Uneven shards are
-                    padded
+    after a step    `refresh_shards` computes scales: one all-reduce (MAX) over the shards reduces the
+                    amaxes of all weights
+    pre-gather      this rank quantizes its rows, once per step, and sends them as bytes. Uneven shards
+                    are padded
     post-gather     the bytes become a GatheredWeight [out, in] with its scales (fp8_weights.py)
 
-A layer with FP8 primary weights has the same values, bit for bit. If dgrad reads another
-matrix than fprop, both are gathered: as many bytes as bfloat16. A weight may be gathered in a codec
-instead (`storage.weight`); each pass decodes it and quantizes it for FP8 GEMMs.
+A layer with FP8 primary weights has the same values, bit for bit. If dgrad reads another matrix than
+fprop, both are gathered: as many bytes as bfloat16. A weight may be gathered in a codec instead
+(`storage.weight`); each pass decodes it and quantizes it for FP8 GEMMs.
+
+Read from top to bottom:
+
+    shard_in_fp8            makes the weight of a layer a WeightShard, before fully_shard
+    refresh_shards          scales of all weights, after each step
+    FSDPShard               state of one shard: place, scales, quantized rows
+    shard_amaxes            amaxes of a shard; their maximum over the shards sets the scales
+    quantized_shard         quantizes a shard with these scales
+    WeightShard             the tensor that FSDP2 shards, with its two hooks
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather`
-(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). torchao's WeightWithDynamicFloat8CastTensor does the
-same for its layers.
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). torchao's WeightWithDynamicFloat8CastTensor does
+the same for its layers.
 """
 
 from __future__ import annotations
@@ -31,13 +40,16 @@ from fp8cfg.numerics.amax import (
     all_reduce_max_or_nan,
     compute_tile_amax,
     record_amax,
+    replace_nan,
+    running_max,
+    sharing_group,
     split_tiles,
     tile_shape,
 )
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_linear import FP8Linear
-from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight, pack
+from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight, pack, quantized_dims
 from fp8cfg.numerics.kernels.store import (
     compute_amaxes,
     store_nvfp4_fused,
@@ -74,52 +86,53 @@ def shard_in_fp8(layer: FP8Linear, codec: Codec | None = None) -> None:
 def refresh_shards(layers: Iterable[FP8Linear]) -> None:
     """Computes the scales of all weights gathered in FP8 or in a codec.
 
-    One all-reduce covers all weights, and a second one tensor-parallel parts. All ranks call it after
-    each optimizer step, once `update_scales` has moved delayed scales, and after each load.
+    One all-reduce covers all weights, and a second one the shards of tensor parallelism. All ranks call
+    it after each optimizer step, once `update_scales` has moved delayed scales, and after each load.
 
     Args:
-        layers: FP8 layers. All have the same scaling and codec. Others than sharded ones are ignored.
+        layers: FP8 layers. All have the same scaling and codec. Layers without shards are ignored.
     """
-    sharded = []
-    for layer in layers:
-        if layer.fsdp_shard is not None:
-            sharded.append((layer, layer.fsdp_shard))
+    sharded = [(layer, layer.fsdp_shard) for layer in layers if layer.fsdp_shard is not None]
     if not sharded:
         return
-    first_layer: Any = sharded[0][0]
-    first_shard = sharded[0][1]
-    mesh = first_layer.parameter.device_mesh
+    first_parameter: Any = sharded[0][0].parameter  # a DTensor
+    mesh = first_parameter.device_mesh
     mesh_dim = mesh.ndim - 1  # with HSDP the first dimension replicates
     for layer, shard in sharded:
-        group = layer.amax_group
-        has_part_of_rows = group is not None and group.group_of(WEIGHT, (1, 0)) is not None
         shard.place = ShardPlace(
-            layer.out_features, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), has_part_of_rows
+            rows=layer.out_features,
+            ranks=mesh.size(mesh_dim),
+            rank=mesh.get_local_rank(mesh_dim),
+            splits_rows=sharing_group(layer.amax_group, WEIGHT, (1, 0)) is not None,
         )
         shard.scales = ShardScales()
         shard.quantized = None
-    codec = first_shard.codec
+
+    codec = sharded[0][1].codec
+    scaling = sharded[0][1].scaling
     if codec is not None and not codec.per_tensor:
         return
-    amaxes = shard_amaxes(
+    layer_amaxes = shard_amaxes(
         [_local_shard(layer) for layer, _ in sharded],
-        first_shard.scaling,
+        scaling,
         [shard.place for _, shard in sharded],
         keep_nan=codec is not None,
     )
-    counts = [amax.numel() for of_layer in amaxes for amax in of_layer]
-    if not counts:
-        return  # each rank has whole tiles
-    flat = torch.cat([amax.flatten() for of_layer in amaxes for amax in of_layer])
+    amaxes = [amax for amaxes_of_layer in layer_amaxes for amax in amaxes_of_layer]
+    if not amaxes:
+        return  # no tile has elements on two ranks
+    counts = [amax.numel() for amax in amaxes]
+    flat = torch.cat([amax.flatten() for amax in amaxes])
     # As integers, as in `all_reduce_max_or_nan`: a maximum of floats may drop NaN.
     group = mesh.get_group(mesh_dim)
     dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=group)
+
     if codec is not None:
         for (_, shard), scale_inv in zip(sharded, codec.scale_inv(flat).unbind(), strict=True):
             shard.scales = ShardScales(scale_inv)
         return
     flat = _reduce_over_tensor_ranks(sharded, flat, counts)
-    if first_shard.scaling.tile(WEIGHT, 1) is None:
+    if scaling.tile(WEIGHT, 1) is None:
         _set_tensor_scales(sharded, flat)
     else:
         _set_tile_scales(sharded, torch.split(flat, counts))
@@ -130,19 +143,21 @@ class FSDPShard:
 
     Attributes:
         scaling: How the gathered weight is scaled.
-        codec: The codec in which it is gathered, None for FP8.
+        codec: The codec of the gathered weight, None for FP8.
         place: Rows of this rank, set by `refresh_shards`.
         scales: Scales, known to all ranks, set by `refresh_shards`.
-        quantized: The quantized shard of this step, if it is gathered several times per step.
-        gathered_once: Whether it is gathered once per step.
+        quantized: The quantized shard of this step, if FSDP2 gathers it several times per step.
+        gathered_once: Whether FSDP2 gathers it once per step.
     """
 
     place: ShardPlace
     scales: ShardScales
 
     def __init__(self, scaling: Scaling, codec: Codec | None) -> None:
-        # A codec scales whole tensors, as current scaling does.
-        self.scaling = scaling if codec is None else Scaling(kind="current")
+        self.scaling = scaling
+        if codec is not None:
+            # A codec scales whole tensors, as current scaling does.
+            self.scaling = Scaling(kind="current")
         self.codec = codec
         self.quantized: FP8Weight | None = None
         self.gathered_once = False
@@ -164,7 +179,9 @@ class FSDPShard:
         quantized = self.quantized
         if quantized is None:
             quantized = quantized_shard(shard, self.scaling, self.place, self.scales, history)
-        self.quantized = None if self.gathered_once else quantized
+        self.quantized = quantized
+        if self.gathered_once:
+            self.quantized = None
         return quantized
 
 
@@ -175,13 +192,13 @@ class ShardPlace(NamedTuple):
         rows: Rows of the weight.
         ranks: Number of shards.
         rank: Number of this shard.
-        part_of_rows: Whether tensor parallelism has split the rows too.
+        splits_rows: Whether tensor parallelism shards the columns, so that each row is split too.
     """
 
     rows: int
     ranks: int
     rank: int
-    part_of_rows: bool = False
+    splits_rows: bool = False
 
     @property
     def first(self) -> int:
@@ -191,10 +208,10 @@ class ShardPlace(NamedTuple):
     def cuts(self, tile: Tile) -> bool:
         """Tells whether ranks share tiles or have different numbers of rows.
 
-        FSDP2 (torch 2.13) gathers only tensors of the padded shard's size. TileScales of tiles have
-        another size, so then all ranks compute all scales from reduced amaxes.
+        FSDP2 (torch 2.13) gathers only tensors of the padded shard's size. The scales of such tiles
+        have another size, so all ranks compute all scales from reduced amaxes.
         """
-        if tile[0] == 0 or (self.part_of_rows and tile[1] == 0):
+        if tile[0] == 0 or (self.splits_rows and tile[1] == 0):
             return True
         return self.rows % (tile[0] * self.ranks) != 0
 
@@ -208,26 +225,21 @@ class ShardScales(NamedTuple):
     """Scales of a weight, known to all ranks before the all-gather.
 
     Attributes:
-        scale: float32 [], the scale of the whole weight; of a codec, the inverse scale.
-        amax: float32 [], the amax of the whole weight under NVFP4.
-        whole: float32 [], NVFP4's scale of the whole weight.
+        scale: float32 [], the scale of the weight; under a codec its inverse scale.
+        amax: float32 [], the amax of the weight under NVFP4.
+        global_scale: float32 [], NVFP4's scale of the weight.
         tiles: Scales [R / r, C / c] of tiles shared by ranks, by the contracted dimension.
     """
 
     scale: Tensor | None = None
     amax: Tensor | None = None
-    whole: Tensor | None = None
+    global_scale: Tensor | None = None
     tiles: Mapping[int, TileScales] = {}
-
-
-def axes(scaling: Scaling) -> tuple[int, ...]:
-    """Returns the contracted dimensions for which a weight is quantized."""
-    return (1, 0) if scaling.directional(WEIGHT) else (1,)
 
 
 def _tiles(scaling: Scaling) -> Iterator[tuple[int, Tile]]:
     """Yields each contracted dimension with its tile; nothing for one scale per tensor."""
-    for dim in axes(scaling):
+    for dim in quantized_dims(scaling):
         tile = scaling.tile(WEIGHT, dim)
         if tile is not None:
             yield dim, tile
@@ -236,7 +248,7 @@ def _tiles(scaling: Scaling) -> Iterator[tuple[int, Tile]]:
 def split_fields(scaling: Scaling, place: ShardPlace) -> dict[str, int]:
     """Returns the fields of `FP8Weight` that are gathered, with their rows over all ranks."""
     fields = {}
-    for dim in axes(scaling):
+    for dim in quantized_dims(scaling):
         data, _ = FIELDS[dim]
         fields[data] = place.rows
     for dim, tile in _tiles(scaling):
@@ -261,16 +273,19 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
     """Returns the shapes of the results of `shard_amaxes`."""
     shapes: list[tuple[int, ...]] = []
     for tile in _amax_tiles(scaling, place):
-        shapes.append(() if tile is None else _grid((place.rows, columns), tile))
+        if tile is None:
+            shapes.append(())
+        else:
+            shapes.append(_grid((place.rows, columns), tile))
     return shapes
 
 
-def span_tensor_ranks(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
+def span_tensor_ranks(
+    scaling: Scaling, place: ShardPlace, amax_group: AmaxGroup | None
+) -> list[bool]:
     """Tells for each result of `shard_amaxes` whether tensor-parallel ranks share its tiles."""
-    flags = []
-    for tile in _amax_tiles(scaling, place):
-        flags.append(parts is not None and parts.group_of(WEIGHT, tile) is not None)
-    return flags
+    tiles = _amax_tiles(scaling, place)
+    return [sharing_group(amax_group, WEIGHT, tile) is not None for tile in tiles]
 
 
 def shard_amaxes(
@@ -282,36 +297,39 @@ def shard_amaxes(
         shards: One shard [rows, in] of each weight.
         scaling: The scaling of all weights.
         places: The places of the shards.
-        keep_nan: Whether the amax of a whole shard is NaN if the shard has one. Always under NVFP4.
+        keep_nan: Whether the amax of a shard is NaN if the shard has one. Always under NVFP4.
 
     Returns:
-        For each shard the amax [] of all of it, if the scaling needs it, and the amaxes
-        [R / r, C / c] of all shared tiles of the weight, 0 for tiles outside the shard.
+        For each shard its amax [], if the scaling needs it, and the amaxes [R / r, C / c] of all
+        shared tiles of the weight, 0 for tiles outside the shard.
     """
-    amaxes: list[list[Tensor]] = [[] for _ in shards]
+    results: list[list[Tensor]] = [[] for _ in shards]
     if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
         keep_nan = keep_nan or scaling.layout.two_levels
-        for of_shard, amax in zip(amaxes, compute_amaxes(shards, keep_nan).unbind(), strict=True):
-            of_shard.append(amax)
-    for of_shard, shard, place in zip(amaxes, shards, places, strict=True):
+        amaxes = compute_amaxes(shards, keep_nan).unbind()
+        for result, amax in zip(results, amaxes, strict=True):
+            result.append(amax)
+    for result, shard, place in zip(results, shards, places, strict=True):
         for _, tile in _tiles(scaling):
             if place.cuts(tile):
-                of_shard.append(_tile_amaxes(shard, tile, scaling, place))
-    return amaxes
+                result.append(_tile_amaxes(shard, tile, scaling, place))
+    return results
 
 
 def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
     """Computes scales of tiles from the results of `shard_amaxes`, reduced over all shards."""
     remaining = iter(amaxes)
-    amax, whole = None, None
+    amax, global_scale = None, None
     if scaling.layout.two_levels:
         amax = next(remaining)
-        whole = global_scale_from_amax(amax)
+        global_scale = global_scale_from_amax(amax)
     tiles = {}
     for dim, tile in _tiles(scaling):
         if place.cuts(tile):
-            tiles[dim] = tile_scales_from_amaxes(next(remaining), scaling.forward, scaling, whole)
-    return ShardScales(None, amax, whole, tiles)
+            tiles[dim] = tile_scales_from_amaxes(
+                next(remaining), scaling.forward, scaling, global_scale
+            )
+    return ShardScales(None, amax, global_scale, tiles)
 
 
 def quantized_shard(
@@ -321,26 +339,25 @@ def quantized_shard(
     known: ShardScales,
     history: Tensor | None = None,
 ) -> FP8Weight:
-    """Quantizes a shard as its rows of the whole weight would be.
+    """Quantizes a shard to its rows of the quantized weight.
 
     Args:
         shard: float32 [rows, in].
         scaling: The scaling.
         place: The place of the shard.
-        known: TileScales from `refresh_shards`. Other tiles are scaled from the shard alone.
+        known: Scales from `refresh_shards`. Tiles without one are scaled by their amax.
         history: Amax record [L, 3]. Row 0 receives infinite amaxes, and overflow is counted. The
             amaxes of shared tiles are in it already.
     """
-    fmt = scaling.forward
-    record = None if history is None else history[0, WEIGHT]
+    record = running_max(history, WEIGHT)
     if known.scale is not None:
         return store_scaled(shard, scaling, known.scale, record)
     if not known.tiles:
-        four_bits = store_nvfp4_fused(shard, scaling, history, amax=known.amax)
-        if four_bits is not None:
-            return four_bits
-    dims = [dim for dim, _ in _tiles(scaling) if dim not in known.tiles]
-    fused = store_tiles_fused(shard, scaling, dims, history)
+        nvfp4_shard = store_nvfp4_fused(shard, scaling, history, amax=known.amax)
+        if nvfp4_shard is not None:
+            return nvfp4_shard
+    local_dims = [dim for dim, _ in _tiles(scaling) if dim not in known.tiles]
+    fused = store_tiles_fused(shard, scaling, local_dims, history)
     fields: dict[str, Tensor] = {}
     for dim, tile in _tiles(scaling):
         if dim in fused:
@@ -351,9 +368,11 @@ def quantized_shard(
         data_field, scale_field = FIELDS[dim]
         fields[data_field] = data
         fields[scale_field] = scale_inv
-    if record is not None and not fused:
-        count_out_of_range(shard, WEIGHT, record, None, fmt)
-    global_scale_inv = None if known.whole is None else known.whole.reciprocal()
+    if record is not None and not fused:  # kernels count themselves
+        count_out_of_range(shard, WEIGHT, record, None, scaling.forward)
+    global_scale_inv = None
+    if known.global_scale is not None:
+        global_scale_inv = known.global_scale.reciprocal()
     return FP8Weight(**fields, global_scale_inv=global_scale_inv)
 
 
@@ -376,21 +395,22 @@ def _quantize_rows(
         columns = _grid((1, shard.shape[1]), tile)[1]
         scale_inv = torch.zeros(0, columns, dtype=torch.float32, device=shard.device)
         return shard.to(fmt.dtype), scale_inv
-    operand = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole, record=record)
+    operand = quantize_tiles(
+        shard, tile, fmt, scaling, fmt.dtype, known.global_scale, record=record
+    )
     assert operand.scale_inv is not None
     return operand.data, operand.scale_inv
 
 
 def stored_bytes(scaling: Scaling, rows: int, columns: int) -> int:
     """Returns the bytes of an FP8 weight [rows, columns] and its scales."""
-    tiles = list(_tiles(scaling))
-    scale_bytes = 0 if tiles else FLOAT32
-    for _, tile in tiles:
+    scale_bytes = 0
+    for _, tile in _tiles(scaling):
         tile_rows, tile_columns = _grid((rows, columns), tile)
         scale_bytes += SCALE_BYTES[scaling.layout.scale] * tile_rows * tile_columns
-    if scaling.layout.two_levels:
-        scale_bytes += FLOAT32
-    return len(axes(scaling)) * rows * columns + scale_bytes
+    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
+        scale_bytes += FLOAT32  # the scale of the tensor
+    return len(quantized_dims(scaling)) * rows * columns + scale_bytes
 
 
 def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
@@ -435,12 +455,15 @@ def _local_shard(layer: Any) -> Tensor:
 def _reduce_over_tensor_ranks(
     sharded: list[tuple[FP8Linear, FSDPShard]], flat: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Reduces amaxes of tiles shared by tensor-parallel ranks.
+    """Reduces the amaxes of tiles that tensor-parallel ranks share, in one all-reduce.
 
     Args:
         sharded: The layers.
         flat: The results of `shard_amaxes` of all layers, concatenated.
-        counts: Their numbers of elements.
+        counts: Number of elements of each result.
+
+    Returns:
+        The amaxes in the order of `flat`.
     """
     spans = []
     for layer, shard in sharded:
@@ -448,14 +471,13 @@ def _reduce_over_tensor_ranks(
     if not any(spans):
         return flat
     pieces = list(torch.split(flat, list(counts)))
-    shared = [index for index, span in enumerate(spans) if span]
+    shared_indices = [index for index, span in enumerate(spans) if span]
     amax_group = sharded[0][0].amax_group
     assert amax_group is not None, "tensor parallelism splits all layers over the same ranks"
-    reduced = all_reduce_max_or_nan(
-        torch.cat([pieces[index] for index in shared]), amax_group.group
-    )
-    reduced_pieces = torch.split(reduced, [counts[index] for index in shared])
-    for index, piece in zip(shared, reduced_pieces, strict=True):
+    shared = torch.cat([pieces[index] for index in shared_indices])
+    reduced = all_reduce_max_or_nan(shared, amax_group.group)
+    reduced_pieces = torch.split(reduced, [counts[index] for index in shared_indices])
+    for index, piece in zip(shared_indices, reduced_pieces, strict=True):
         pieces[index] = piece
     return torch.cat(pieces)
 
@@ -473,8 +495,10 @@ def _set_tensor_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Tenso
         scales = []
         for layer in layers:
             assert layer.fp8_scale is not None
-            is_trained = layer.parameter.requires_grad
-            scales.append(layer.fp8_scale[WEIGHT] if is_trained else first_scale)
+            scale = first_scale
+            if layer.parameter.requires_grad:
+                scale = layer.fp8_scale[WEIGHT]
+            scales.append(scale)
         delayed_scales = torch.stack(scales)
     weight_scales = scales_from_amaxes(amaxes, WEIGHT, scaling, delayed_scales)
     for (_, shard), scale in zip(sharded, weight_scales.unbind(), strict=True):
@@ -486,12 +510,11 @@ def _set_tile_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Sequenc
     remaining = iter(amaxes)
     for layer, shard in sharded:
         shapes = amax_shapes(layer.scaling, shard.place, layer.in_features)
-        of_layer = [next(remaining).view(shape) for shape in shapes]
-        shard.scales = shard_scales(of_layer, layer.scaling, shard.place)
+        layer_amaxes = [next(remaining).view(shape) for shape in shapes]
+        shard.scales = shard_scales(layer_amaxes, layer.scaling, shard.place)
         record = amax_record(layer)[0, WEIGHT]
-        for amax in of_layer:
-            # Tiles with NaN do not count.
-            record_amax(record, torch.where(amax >= 0, amax, 0).amax())
+        for amax in layer_amaxes:
+            record_amax(record, replace_nan(amax).amax())
 
 
 _aten = torch.ops.aten
@@ -561,13 +584,13 @@ class WeightShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: FP8Linear, mp_policy: Any
     ) -> Any:
-        """Returns the tensors to gather, and what `fsdp_post_all_gather` needs."""
+        """Returns the tensors to gather, and the metadata for `fsdp_post_all_gather`."""
         shard = module.fsdp_shard
         assert shard is not None
         quantized = shard.quantize(self._tensor, amax_record(module))
         fields = split_fields(shard.scaling, shard.place)
         if mesh.size() == 1:
-            # With one rank torch 2.13 takes one tensor only. The rank has the others already.
+            # With one rank torch 2.13 takes one tensor only. The rank has the rest already.
             fields = {"data": fields["data"]}
         gathered = []
         for name, rows in fields.items():
@@ -607,7 +630,8 @@ def gather_master(parameter: Any) -> Tensor:
     from torch.distributed.tensor import DTensor  # takes a second to load
 
     shard = parameter.to_local()
-    plain = DTensor.from_local(
+    # Of plain shards, so that the result is a plain tensor too.
+    unwrapped = DTensor.from_local(
         getattr(shard, "_tensor", shard),
         parameter.device_mesh,
         parameter.placements,
@@ -615,4 +639,4 @@ def gather_master(parameter: Any) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return plain.full_tensor()
+    return unwrapped.full_tensor()

@@ -8,8 +8,8 @@ Each tensor enters two GEMMs and is contracted along another dimension in each:
     grad_output   [T, out]              dim 1    dim 0
 
 With one scale per tensor, or square tiles, both GEMMs read the same values: the tensor is quantized once
-and transposed. TileScales of rows, 1x128, MXFP8 and NVFP4 lie along the contracted dimension, so the tensor
-is quantized twice, by one kernel if possible.
+and transposed. The scales of rows, 1x128, MXFP8 and NVFP4 lie along the contracted dimension, so the
+tensor is quantized twice, by one kernel if possible.
 
 The weight stays the same within an optimizer step. `WeightCache` keeps its operands from the first
 microbatch to the last, as Transformer Engine's weight workspace does (pytorch/module/base.py,
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from fp8cfg.numerics.amax import AmaxGroup
+from fp8cfg.numerics.amax import AmaxGroup, running_max, sharing_group
 from fp8cfg.numerics.fp8_weights import FP8Weight, WeightStorage
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Operand
 from fp8cfg.numerics.kernels.launch import (
@@ -143,8 +143,9 @@ class LinearCall(NamedTuple):
                         source, role, scaled_dim, needs_both, buffers
                     )
             operand = quantized[key]
-            # A transposed operand is a view, or a transposed copy from the kernel.
-            operands[gemm] = operand if dim == 1 else operand.t()
+            if dim == 0:
+                operand = operand.t()  # a view, or the transposed copy from the kernel
+            operands[gemm] = operand
         return operands
 
     def _high_precision_operand(self, source: Tensor | WeightStorage) -> Operand:
@@ -171,11 +172,12 @@ class LinearCall(NamedTuple):
         """
         if isinstance(source, FP8Weight):
             return source.operand(dim, self.scaling, self.carrier)
-        # A codec has other scales than the GEMM: its weight is quantized like any tensor.
-        tensor = source if isinstance(source, Tensor) else source.values(torch.float32)
+        if not isinstance(source, Tensor):
+            # A codec has other scales than the GEMM: its weight is quantized like any tensor.
+            source = source.values(torch.float32)
         if self.scaling.tile(role, dim) is None:
-            return self._quantize_tensor(tensor, role, both, buffers)
-        return self._quantize_tiles(tensor, role, dim, both, buffers)
+            return self._quantize_tensor(source, role, both, buffers)
+        return self._quantize_tiles(source, role, dim, both, buffers)
 
     def _quantize_tensor(
         self, tensor: Tensor, role: int, both: bool, buffers: PassBuffers
@@ -219,8 +221,8 @@ class LinearCall(NamedTuple):
                 self.amax_group,
                 both,
             )
-        record = None if history is None else history[0, role]
-        group = None if self.amax_group is None else self.amax_group.group_of(role, tile)
+        record = running_max(history, role)
+        group = sharing_group(self.amax_group, role, tile)
         operand = quantize_tiles(
             tensor, tile, fmt, scaling, carrier or fmt.dtype, record=record, group=group
         )
@@ -260,7 +262,7 @@ class LinearCall(NamedTuple):
             return None, input
         assert self.token_shard is not None
         if not self.has_one_input_scale:
-            # TileScales lie along the tokens: those of all ranks are quantized together.
+            # Scales lie along the tokens, so the tokens of all ranks are quantized together.
             return None, self.token_shard.local_tokens(input, self.num_sequences)
         data, scale_inv, fmt = fprop_operand.data, fprop_operand.scale_inv, fprop_operand.fmt
         assert fmt is not None
@@ -295,19 +297,21 @@ class WeightOperands(NamedTuple):
 
     def get(self, gemm: int) -> Operand | None:
         """Returns the operand of FPROP or DGRAD."""
-        return self.fprop if gemm == FPROP else self.dgrad
+        if gemm == FPROP:
+            return self.fprop
+        return self.dgrad
 
 
 NO_OPERANDS = WeightOperands(None, None)
 
 
 class _CacheKey(NamedTuple):
-    """What the cached operands were computed from.
+    """Identifies the weight and the configuration that cached operands were computed from.
 
     Attributes:
         weight: The weight. The reference keeps its address from being used again.
-        version: torch's count of writes to it.
-        address: Where its values are.
+        version: torch's count of writes to the weight.
+        address: Address of the weight's memory.
         carrier: See LinearCall.
         high_precision: See LinearCall.
         has_dgrad: Whether dgrad reads the weight.
@@ -388,7 +392,9 @@ class WeightCache:
         is_reusable = not self.in_loop or self._count_loop_pass(call, weight)
         if not self.enabled:
             return NO_OPERANDS
-        values = weight if stored is None else stored.data
+        values = weight
+        if stored is not None:
+            values = stored.data
         key = _CacheKey(
             values,
             values._version,
@@ -407,11 +413,12 @@ class WeightCache:
         if not gemms or not call.record_amax or _in_selective_checkpoint():
             return NO_OPERANDS
         with torch.no_grad():
-            source = weight.detach() if stored is None else stored
-            operands = call.operands(source, WEIGHT, gemms, buffers)
-            if stored is not None:
-                # A view until now. This copy is what the cache is for: cuBLAS reads the weight
-                # of dgrad transposed.
+            if stored is None:
+                operands = call.operands(weight.detach(), WEIGHT, gemms, buffers)
+            else:
+                operands = call.operands(stored, WEIGHT, gemms, buffers)
+                # A view until now. The cache has a copy, because cuBLAS reads the weight of dgrad
+                # transposed.
                 view = operands[DGRAD]
                 operands[DGRAD] = view._replace(data=view.data.contiguous())
         self.operands = WeightOperands(operands.get(FPROP), operands.get(DGRAD))
@@ -437,11 +444,12 @@ class WeightCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cached operands."""
-        sizes = {}
+        sizes = {}  # by address: both operands may share memory
         for operand in self.operands or NO_OPERANDS:
-            for tensor in () if operand is None else operand.tensors:
+            if operand is None:
+                continue
+            for tensor in operand.tensors:
                 if tensor is not None:
-                    # Both operands may share memory.
                     storage = tensor.untyped_storage()
                     sizes[storage.data_ptr()] = storage.nbytes()
         return sum(sizes.values())

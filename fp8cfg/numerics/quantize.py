@@ -27,6 +27,7 @@ from fp8cfg.numerics.amax import (
     compute_amax_or_nan,
     join_tiles,
     record_amax,
+    sharing_group,
     split_tiles,
 )
 from fp8cfg.numerics.async_copies import copy_to_device
@@ -115,7 +116,9 @@ def quantize_tiles(
     if random is not None:
         uniform = random.uniform(0, v.numel()).view(v.shape)
     data = round_to_format(v * encode, fmt, carrier, uniform)
-    global_scale_inv = None if global_scale is None else reciprocal(global_scale)
+    global_scale_inv = None
+    if global_scale is not None:
+        global_scale_inv = reciprocal(global_scale)
 
     is_carried = carrier != fmt.dtype
     if is_carried and scaling.layout.block:
@@ -153,7 +156,7 @@ def quantize_nvfp4(
         carrier: Dtype of the data of an emulated GEMM. None is a real GEMM.
         random: Key and number of draws of the layer, for stochastic rounding of gradients.
         history: Amax record. The amax is folded into `history[0, role]`.
-        amax_group: Ranks with the other shards. The global scale is that of the whole tensor.
+        amax_group: Ranks with the other shards. The global scale covers the whole tensor.
         both: Whether GEMMs contract both dimensions.
 
     Returns:
@@ -162,27 +165,33 @@ def quantize_nvfp4(
         amaxes of both dimensions, and the operand of the first dimension comes as
         `Operand.columnwise`.
     """
-    group = None if amax_group is None else amax_group.group_of(role)
-    shares_collective = bool(group) and both and axis == 1 and scaling.directional(role)
-    # The transformed matrix comes first, so that its memory is free before the other is quantized.
-    axes = (0, 1) if shares_collective else (axis,)
+    group = sharing_group(amax_group, role)
+    axes = [axis]
+    if group is not None and both and axis == 1 and scaling.directional(role):
+        # One collective for both dimensions. The transformed matrix comes first, so that its memory
+        # is free before the other is quantized.
+        axes = [0, 1]
     matrices = []
     for contracted in axes:
-        is_transformed = scaling.uses_hadamard(role, contracted)
-        matrices.append(hadamard_transform(t.t()) if is_transformed else t)
+        matrix = t
+        if scaling.uses_hadamard(role, contracted):
+            matrix = hadamard_transform(t.t())
+        matrices.append(matrix)
 
     amaxes: list[Tensor | None] = [None] * len(axes)
     if group is not None:
-        # Without a transform both dimensions have the same amax.
-        sources = matrices if scaling.uses_hadamard(role, 0) else [t]
+        sources = [t]  # without a transform both dimensions have the same amax
+        if scaling.uses_hadamard(role, 0):
+            sources = matrices
         local = torch.stack([_amax_or_nan(source, carrier) for source in sources])
         reduced = all_reduce_max_or_nan(local, group).unbind()
         amaxes = [*reduced] * (len(axes) // len(sources))
 
     operands = []
     for contracted, amax in zip(axes, amaxes, strict=True):
-        # A tensor that is quantized along both dimensions is recorded once.
-        record = history if contracted == axis else None
+        record = None
+        if contracted == axis:  # a tensor that is quantized along both dimensions is recorded once
+            record = history
         operands.append(
             _quantize_nvfp4_matrix(
                 matrices.pop(0), role, contracted, scaling, carrier, random, record, amax
@@ -206,15 +215,16 @@ def _quantize_nvfp4_matrix(
 ) -> Operand:
     """Quantizes the matrix that a GEMM reads, transformed or not.
 
-    `amax`, float32 [], is that of the whole tensor, or None to compute it.
+    `amax`, float32 [], covers the whole tensor. None computes it from the matrix.
     """
     fmt = scaling.format_of(role)
     stream = None
     if random is not None and scaling.rounds_stochastically(role):
         stream = RandomStream(*random, lane=axis)
     is_transformed = scaling.uses_hadamard(role, axis)
-    # The transform has moved the contracted dimension to the end.
-    tile = (1, 16) if is_transformed else scaling.tile(role, axis)
+    tile = scaling.tile(role, axis)
+    if is_transformed:
+        tile = (1, 16)  # the transform has moved the contracted dimension to the end
     assert tile is not None
     if can_fuse_nvfp4(matrix, carrier) and tile[1] == 16:
         is_square = tile[0] == 16
@@ -229,7 +239,9 @@ def _quantize_nvfp4_matrix(
         operand = quantize_tiles(
             matrix, tile, fmt, scaling, carrier or E2M1.dtype, global_scale, stream
         )
-    return operand.t() if is_transformed else operand
+    if is_transformed:
+        operand = operand.t()
+    return operand
 
 
 def _amax_or_nan(t: Tensor, carrier: torch.dtype | None) -> Tensor:
@@ -284,9 +296,11 @@ def _count_on_host(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, rea
     if largest < torch.inf and (scale is None or largest * scale.item() <= reach):
         return  # all values fit: `t` is not read again
     magnitudes = t.detach().abs()
-    infinite = (magnitudes == torch.inf).sum()
-    num_out_of_range = infinite if scale is None else (magnitudes.float() * scale > reach).sum()
-    overflow_counter(t.device, role)[:2] += torch.stack([num_out_of_range - infinite, infinite])
+    num_infinite = (magnitudes == torch.inf).sum()
+    num_clipped = torch.zeros_like(num_infinite)
+    if scale is not None:
+        num_clipped = (magnitudes.float() * scale > reach).sum() - num_infinite
+    overflow_counter(t.device, role)[:2] += torch.stack([num_clipped, num_infinite])
 
 
 # --- the Hadamard transform of NVFP4

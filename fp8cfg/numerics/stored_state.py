@@ -16,7 +16,7 @@ A float8 weight of another scaling is dequantized and quantized again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -70,9 +70,10 @@ def amax_record(layer: FP8Layer) -> Tensor:
 
     Under delayed scaling it is the amax history.
     """
-    record = layer.fp8_amax if layer.fp8_amax_history is None else layer.fp8_amax_history
-    assert record is not None, "a layer has one of the two"
-    return record
+    if layer.fp8_amax_history is not None:
+        return layer.fp8_amax_history
+    assert layer.fp8_amax is not None, "a layer has one of the two"
+    return layer.fp8_amax
 
 
 @torch.no_grad()
@@ -153,6 +154,19 @@ def is_fp8_state(name: str, prefix: str = "fp8_") -> bool:
     return name.rpartition(".")[2].startswith(prefix)
 
 
+def move_without_cast(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Moves a tensor of FP8 state to the device of `fn(tensor)`, but keeps its dtype.
+
+    Args:
+        fn: The function that `nn.Module._apply` applies: of `model.cuda()`, `model.bfloat16()`, ...
+        tensor: A buffer or a stored weight.
+    """
+    result = fn(tensor)
+    if result.dtype == tensor.dtype:
+        return result
+    return tensor.to(result.device)
+
+
 @contextmanager
 def persistent(layer: nn.Module, names: Iterable[str], on: bool = True) -> Iterator[None]:
     """Includes non-persistent buffers in state dicts saved or loaded inside."""
@@ -198,7 +212,9 @@ def high_precision_state_dict(
         stored = None
         if leaf == "weight":
             stored = _stored_weight(state, prefix + dot)
-        converted[name] = tensor if stored is None else stored.values(dtype)
+        if stored is not None:
+            tensor = stored.values(dtype)
+        converted[name] = tensor
     return converted
 
 
@@ -258,7 +274,9 @@ def prepare_load(layer: FP8LinearLayer, state: dict[str, Tensor], prefix: str) -
     # The load copies the layer's tensors to themselves; then the layer quantizes the weight.
     state[prefix + "weight"] = plain(layer.parameter)
     state.update(buffers)
-    return weight if stored is None else stored.values(torch.float32)
+    if stored is not None:
+        weight = stored.values(torch.float32)
+    return weight
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

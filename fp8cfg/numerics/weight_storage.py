@@ -5,8 +5,9 @@
     layer.weight_storage  the form for GEMMs (fp8_weights.py), None for a plain Parameter
     layer.set_weight      writes a float32 master
 
-`NarrowWeight` is the base class of FP8Linear. `store_in_codec` gives a layer of a library the same properties. Both
-hand a wide gradient to the narrow Parameter, never cast stored tensors, and convert state dicts.
+`NarrowWeight` is the base class of FP8Linear. `store_in_codec` gives a layer of a library the same
+properties. Both hand a wide gradient to the narrow Parameter, never cast stored tensors, and convert
+state dicts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fp8cfg.numerics.fp8_weights import (
     INSTEAD,
@@ -28,7 +30,7 @@ from fp8cfg.numerics.fp8_weights import (
     is_arithmetic,
     plain,
 )
-from fp8cfg.numerics.stored_state import in_stored_form, persistent
+from fp8cfg.numerics.stored_state import in_stored_form, move_without_cast, persistent
 from fp8cfg.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ class StoredWeight(nn.Module):
 
     def state_dict_entry(self, weight: Tensor) -> Tensor:
         """Returns the entry of `state_dict()` for a decoded weight."""
-        return as_saved(weight) if self.copied else weight
+        if not self.copied:
+            return weight
+        return _mark(weight, None)
 
 
 class NarrowWeight(StoredWeight):
@@ -98,7 +102,7 @@ class NarrowWeight(StoredWeight):
 
     @property
     def has_scale(self) -> bool:
-        """Whether the stored values mean nothing without their scale."""
+        """Whether the stored values are multiplied by a scale, and mean nothing without it."""
         return self._buffers.get(SCALE_INV) is not None
 
     @property
@@ -140,7 +144,9 @@ class NarrowWeight(StoredWeight):
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """Decodes to [out, in] in `dtype`, without gradient if the weight is stored."""
         storage = self.weight_storage
-        return self.parameter.to(dtype) if storage is None else storage.values(dtype)
+        if storage is None:
+            return self.parameter.to(dtype)
+        return storage.values(dtype)
 
     def float32_weight(self) -> Tensor:
         """Decodes to [out, in] in float32."""
@@ -159,6 +165,19 @@ class NarrowWeight(StoredWeight):
         if self.is_encoded:
             self.weight_grad_dtype = dtype
             self._prepare_gradient()
+
+    def _encode_parameter(self, codec: Codec) -> None:
+        """Stores a high-precision weight in `codec`.
+
+        The Parameter stays the same if it has the codec's dtype already and needs no scale.
+        """
+        weight = self.parameter
+        if codec.scaling == "none" and weight.dtype == codec.format.dtype:
+            return
+        data, *scales = codec.encode(weight.detach().float())
+        if scales:
+            self.register_buffer(SCALE_INV, scales[0], persistent=False)
+        self._set_parameter(data, weight.requires_grad)
 
     def _set_parameter(self, data: Tensor, requires_grad: bool) -> None:
         """Makes `data` the stored weight. Its buffers are registered first."""
@@ -214,7 +233,10 @@ class NarrowWeight(StoredWeight):
             assert receiver.grad is not None, "the hook runs after accumulation"
             gradient = receiver.grad.to(weight.grad_dtype)
             receiver.grad = None
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            if weight.grad is None:
+                weight.grad = gradient
+            else:
+                weight.grad.add_(gradient)
             # Autograd would have called the hooks of the Parameter.
             for hook in (weight._post_accumulate_grad_hooks or {}).values():
                 hook(weight)
@@ -247,9 +269,7 @@ class NarrowWeight(StoredWeight):
         def move(tensor: Tensor) -> Tensor:
             if id(tensor) not in uncast:
                 return fn(tensor)
-            tensor = plain(tensor)
-            result = fn(tensor)
-            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+            return move_without_cast(fn, plain(tensor))
 
         super()._apply(move, recurse)
         self._prepare_gradient()
@@ -260,10 +280,14 @@ class NarrowWeight(StoredWeight):
     ) -> None:
         with persistent(self, self.state_buffers, in_stored_form()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.has_scale and in_stored_form():
-            destination[prefix + "weight"] = self.parameter if keep_vars else plain(self.parameter)
-        elif self.has_scale:
-            destination[prefix + "weight"] = self.state_dict_entry(plain(self.decoded_weight()))
+        if not self.has_scale:
+            return
+        weight: Tensor = self.parameter
+        if not in_stored_form():
+            weight = self.state_dict_entry(plain(self.decoded_weight()))
+        elif not keep_vars:
+            weight = plain(weight)
+        destination[prefix + "weight"] = weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         self._remember_grad_dtype()
@@ -296,13 +320,10 @@ class CodecLayer(NarrowWeight):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         """Encodes a weight that is not in the codec yet."""
         weight = state_dict.get(prefix + "weight")
-        tensors = self.codec_tensors
-        has_scale = prefix + SCALE_INV in state_dict
-        if (
-            weight is not None
-            and weight.shape == self.parameter.shape
-            and has_scale != (len(tensors) == 2)
-        ):
+        needs_scale = len(self.codec_tensors) == 2
+        is_encoded = (prefix + SCALE_INV in state_dict) == needs_scale
+        # nn.Module reports a missing weight and another shape.
+        if weight is not None and weight.shape == self.parameter.shape and not is_encoded:
             state_dict[prefix + "weight"], *scales = self.codec.encode(weight.float())
             if scales:
                 state_dict[prefix + SCALE_INV] = scales[0]
@@ -330,10 +351,7 @@ def store_in_codec(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
     layer.codec = codec
     layer.read_as = dtype
     layer.weight_grad_dtype = weight.dtype
-    if codec.scaling != "none" or weight.dtype != codec.format.dtype:
-        data, *scales = codec.encode(weight.detach().float())
-        layer._buffers[SCALE_INV] = scales[0] if scales else None
-        layer._set_parameter(data, weight.requires_grad)
+    layer._encode_parameter(codec)
     layer._prepare_gradient()
 
 
@@ -359,7 +377,7 @@ def _empty_layer(base: type[nn.Module]) -> CodecLayer:
 
 
 def operand(layer: nn.Module) -> Tensor:
-    """Returns the weight [out, in] that a library's `layer` multiplies, decoded from a codec."""
+    """Returns the weight [out, in] that a library's `layer` multiplies, decoded if necessary."""
     if isinstance(layer, CodecLayer):
         return layer.decoded_weight()
     weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -392,12 +410,7 @@ def as_read(values: Tensor, parameter: nn.Parameter) -> Tensor:
     return _mark(values, parameter)
 
 
-def as_saved(values: Tensor) -> Tensor:
-    """Marks decoded `values` so that a write, which would be lost, raises RuntimeError."""
-    return _mark(values, None)
-
-
-_TENSOR: Any = Tensor  # mypy takes its descriptors for the values that they return
+_TENSOR: Any = Tensor  # for mypy, a descriptor of Tensor has the type of its value
 _PARAMETER_FUNCTIONS = (
     _TENSOR.grad.__get__,
     _TENSOR.grad.__set__,
@@ -417,7 +430,10 @@ class DecodedWeight(Tensor):
     """The values of a stored weight, as other code reads them.
 
     A write to it or to a view of it raises RuntimeError: it would be lost. Gradients, their hooks
-    and `requires_grad` are those of the Parameter.
+    and `requires_grad` belong to the Parameter.
+
+    Attributes:
+        parameter: The Parameter. None for views, and for entries of a state dict.
     """
 
     parameter: Tensor | None
@@ -428,21 +444,27 @@ class DecodedWeight(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch.nn.init passes the tensor by name.
-        first = args[0] if args else kwargs.get("tensor")
-        weight = first if isinstance(first, cls) else None
+        first = kwargs.get("tensor")  # torch.nn.init passes the tensor by name
+        if args:
+            first = args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            parameter = None if weight is None else weight.parameter
+            parameter = None
+            if isinstance(first, cls):
+                parameter = first.parameter
             if parameter is not None and func in _PARAMETER_FUNCTIONS:
                 result = func(parameter, *args[1:], **kwargs)
-                return weight if func is Tensor.requires_grad_ else result
+                if func is Tensor.requires_grad_:
+                    return first  # it returns its tensor
+                return result
             if _writes(func, first, kwargs):
                 raise RuntimeError(
                     f"{func.__name__}: this weight is quantized, so a change of its copy would be"
                     f" lost; load_state_dict stores a weight, {INSTEAD}"
                 )
             result = func(*args, **kwargs)
-            return result if weight is None else _mark_views(result, weight)
+            if isinstance(first, cls):
+                return _mark_views(result, first)
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
@@ -452,6 +474,7 @@ class DecodedWeight(Tensor):
 
 
 def _mark(values: Tensor, parameter: Tensor | None) -> DecodedWeight:
+    """Marks decoded `values` so that a write raises RuntimeError."""
     weight = values.as_subclass(DecodedWeight)
     weight.parameter = parameter
     if parameter is not None:
@@ -479,8 +502,5 @@ def _writes(func: Any, first: Any, kwargs: dict[str, Any]) -> bool:
     targets = [kwargs.get("out")]
     if is_method or is_operator or name in ("__setitem__", "__set__"):
         targets.append(first)
-    for target in targets:
-        tensors = target if isinstance(target, list | tuple) else [target]
-        if any(isinstance(tensor, DecodedWeight) for tensor in tensors):
-            return True
-    return False
+    # A function may write to a list of tensors.
+    return any(isinstance(target, DecodedWeight) for target in tree_leaves(targets))

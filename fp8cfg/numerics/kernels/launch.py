@@ -22,7 +22,7 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
-from fp8cfg.numerics.amax import AmaxGroup, all_reduce_max, tile_shape
+from fp8cfg.numerics.amax import AmaxGroup, all_reduce_max, sharing_group, tile_shape
 from fp8cfg.numerics.formats import E2M1, FORMAT_BY_DTYPE, RandomStream
 from fp8cfg.numerics.gemm import ALIGNMENT, BLOCK_WIDTH, Operand, swizzled_scale_size
 from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
@@ -192,9 +192,7 @@ def reduce_tile_amaxes(
     Returns:
         float32 [R] or [C]. None if this rank has whole tiles.
     """
-    if amax_group is None:
-        return None
-    group = amax_group.group_of(role, scaling.tile(role, axis))
+    group = sharing_group(amax_group, role, scaling.tile(role, axis))
     if group is None:
         return None
     magnitudes = t.abs().nan_to_num(0.0, posinf=torch.inf)
@@ -298,7 +296,7 @@ def cast_tiles(
 
     dtype = (data if data is not None else data_t).dtype  # type: ignore[union-attr]
     fp8_max = FORMAT_BY_DTYPE[dtype].max
-    record, counts = _record_and_counts(t, history, role)
+    record, counts = record_and_counts(t, history, role)
     if width == 0:
         cast_rows(
             t,
@@ -334,10 +332,19 @@ def cast_tiles(
         )
 
 
-def _record_and_counts(
+def record_and_counts(
     t: Tensor, history: Tensor | None, role: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns where a kernel records the amax and counts overflow, or None without a history."""
+    """Returns where a kernel records the amax and counts overflow, or None without a history.
+
+    Args:
+        t: The tensor that is quantized.
+        history: Amax record of its layer.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+
+    Returns:
+        The running maximum, float32 [], and the counter, float32 [4].
+    """
     if history is None:
         return None, None
     return history[0, role], overflow_counter(t.device, role)
@@ -538,7 +545,7 @@ def quantize_four_bits(
 
     outputs = _empty_nvfp4(t, square)
     data, scale_inv, data_t, scale_inv_t, global_scale_inv = outputs
-    record, counts = _record_and_counts(t, history, role)
+    record, counts = record_and_counts(t, history, role)
     blocks.cast_nvfp4(
         t,
         data,

@@ -1,7 +1,7 @@
 """Weights stored in FP8 on a GPU, by the Triton kernels of kernels/launch.py.
 
 A weight is read once and written where it is stored. The results equal `fp8_weights.store` bit for
-bit. Scales and data are row-major, as a state dict has them, and not in the layout of the hardware.
+bit. Scales and data are row-major, as in a state dict, and not in the layout of the hardware.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from fp8cfg.numerics.amax import (
     all_reduce_max_or_nan,
     compute_amax,
     compute_amax_or_nan,
+    running_max,
+    sharing_group,
     tile_shape,
 )
 from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
-from fp8cfg.numerics.fp8_weights import FP8Weight, store
+from fp8cfg.numerics.fp8_weights import FP8Weight, quantized_dims, store
 from fp8cfg.numerics.kernels.launch import (
     HAS_TRITON,
     MX_BLOCK,
@@ -28,6 +30,7 @@ from fp8cfg.numerics.kernels.launch import (
     can_fuse_tiles,
     cast_tiles,
     compute_amax_if_unset,
+    record_and_counts,
     reduce_tile_amaxes,
     scale_inputs,
 )
@@ -47,8 +50,9 @@ def compute_amaxes(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
     NaN is skipped, or with `keep_nan` kept.
     """
     if not HAS_TRITON or not tensors[0].is_cuda:
-        compute = compute_amax_or_nan if keep_nan else compute_amax
-        return torch.stack([compute(t) for t in tensors])
+        if keep_nan:
+            return torch.stack([compute_amax_or_nan(tensor) for tensor in tensors])
+        return torch.stack([compute_amax(tensor) for tensor in tensors])
     from fp8cfg.numerics.kernels import tensor
 
     parts = torch.zeros(len(tensors), tensor.PARTS, dtype=torch.float32, device=tensors[0].device)
@@ -88,20 +92,20 @@ def store_and_record(
     """
     if outputs is not None and not _can_write(outputs, master):
         outputs = None
-    record = None if history is None else history[0, WEIGHT]
+    record = running_max(history, WEIGHT)
 
     nvfp4_weight = store_nvfp4_fused(master, scaling, history, outputs, amax_group)
     if nvfp4_weight is not None:
         return nvfp4_weight
 
     if scaling.tile(WEIGHT, 1) is not None:
-        axes = (1, 0) if scaling.directional(WEIGHT) else (1,)
-        stored = store_tiles_fused(master, scaling, axes, history, outputs, amax_group)
+        dims = quantized_dims(scaling)
+        stored = store_tiles_fused(master, scaling, dims, history, outputs, amax_group)
         if stored:
             data, scale_inv = stored[1]
             dgrad, dgrad_scale_inv = stored.get(0, (None, None))
             return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv)
-        weight = store(master, scaling, record=record, parts=amax_group)
+        weight = store(master, scaling, record=record, amax_group=amax_group)
         if record is not None:
             count_out_of_range(master, WEIGHT, record, None, scaling.forward)
         return weight
@@ -152,7 +156,7 @@ def store_scaled(
 def store_tiles_fused(
     t: Tensor,
     scaling: Scaling,
-    axes: Sequence[int],
+    dims: Sequence[int],
     history: Tensor | None = None,
     outputs: FP8Weight | None = None,
     amax_group: AmaxGroup | None = None,
@@ -162,33 +166,35 @@ def store_tiles_fused(
     Args:
         t: The weight [R, C].
         scaling: The recipe.
-        axes: The dimensions that GEMMs contract.
+        dims: The dimensions that GEMMs contract.
         history: An infinite amax is recorded in it.
         outputs: Tensors to write into.
         amax_group: Ranks with the other shards of rows or columns.
 
     Returns:
-        For each of `axes` data and inverse scales as in FP8Weight. Empty if no kernel can store
+        For each of `dims` data and inverse scales as in FP8Weight. Empty if no kernel can store
         `t`.
     """
     tile = scaling.tile(WEIGHT, 1)
-    if not axes or tile is None:
+    if not dims or tile is None:
         return {}
     if not can_fuse_store(t) or not can_fuse_tiles(t, tile, scaling, None):
         return {}
     t = t.contiguous()
     dtype = scaling.forward.dtype
-    scale_dtype = torch.uint8 if max(tile) == MX_BLOCK else torch.float32
+    scale_dtype = torch.float32
+    if max(tile) == MX_BLOCK:
+        scale_dtype = torch.uint8  # E8M0
 
     data, scale_inv, amaxes = None, None, None
-    if 1 in axes:
+    if 1 in dims:
         if outputs is None:
             data, scale_inv = _empty(t, dtype, tile, scale_dtype)
         else:
             data, scale_inv = outputs.data, outputs.scale_inv
         amaxes = reduce_tile_amaxes(t, WEIGHT, scaling, 1, amax_group)
     dgrad, dgrad_scale_inv, amaxes_t = None, None, None
-    if 0 in axes:
+    if 0 in dims:
         if outputs is None:
             dgrad, dgrad_scale_inv = _empty(t, dtype, (tile[1], tile[0]), scale_dtype)
         else:
@@ -239,9 +245,11 @@ def store_nvfp4_fused(
     """
     if not scaling.layout.two_levels or not can_fuse_store(t) or not t.numel():
         return None
-    weight = _empty_nvfp4(t, scaling) if outputs is None else outputs
+    weight = outputs
+    if weight is None:
+        weight = _empty_nvfp4(t, scaling)
     t = t.contiguous()
-    group = None if amax_group is None else amax_group.group_of(WEIGHT)
+    group = sharing_group(amax_group, WEIGHT)
     if amax is None and group is not None:
         local_amax = compute_amax_if_unset(t, None, 0, keep_nan=True)[0]
         amax = all_reduce_max_or_nan(local_amax, group)
@@ -375,9 +383,7 @@ def store_four_bits(
     """
     from fp8cfg.numerics.kernels import blocks
 
-    record, counts = None, None
-    if history is not None:
-        record, counts = history[0, WEIGHT], overflow_counter(t.device, WEIGHT)
+    record, counts = record_and_counts(t, history, WEIGHT)
     blocks.cast_nvfp4(
         t,
         data,
