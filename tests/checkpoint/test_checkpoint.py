@@ -132,7 +132,7 @@ def test_what_cannot_be_stored_is_refused_before_writing(
     tmp_path: Path, tensor: torch.Tensor, names: str
 ) -> None:
     name, *also = names.split()
-    box = TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, also=tuple(also))
+    box = TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, aliases=tuple(also))
     with pytest.raises(CheckpointError, match=r"step 1 was not saved in .*root: g: "):
         write_checkpoint(tmp_path / "root", 1, Share({"g": [box]}, {}, {}), 1, World())
     assert not (tmp_path / "root").exists()

@@ -31,7 +31,7 @@ def whole(job: Job, world: World) -> dict[str, dict[str, Tensor]]:
         (
             group,
             box.name,
-            box.also,
+            box.aliases,
             box.shape,
             box.offsets,
             tuple(box.tensor.shape),

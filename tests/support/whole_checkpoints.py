@@ -48,7 +48,7 @@ def collect(
     groups = {"rng": share.random}
     for group, boxes in share.boxes.items():
         if boxes:
-            groups[group] = {name: box.tensor for box in boxes for name in (box.name, *box.also)}
+            groups[group] = {name: box.tensor for box in boxes for name in (box.name, *box.aliases)}
     return groups, share.state
 
 
