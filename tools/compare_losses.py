@@ -70,8 +70,8 @@ def train(words: list[str]) -> Run:
 
     from fp8cfg.parallel.process_group import World
     from fp8cfg.training.compile import compiles
-    from fp8cfg.training.data import run_data, validation_batches
-    from fp8cfg.training.evaluation import evaluate
+    from fp8cfg.training.data import run_data
+    from fp8cfg.training.evaluation import evaluate, validation_batches
     from fp8cfg.training.memory_measurement import tensors_by_kind
     from fp8cfg.training.step import train_step
 

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     limit = integer_option(arguments, "--samples", 1)
     found = load_model(arguments)
     # Imported late: a wrong argument is an error before torch is loaded.
-    from fp8cfg.training.evaluation import held_out, held_out_loss
+    from fp8cfg.training.finished_run import held_out, held_out_loss
 
     samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
     if not len(samples):
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
 
 def _samples_of(recipe: Recipe, path: str) -> Samples:
     """Loads all samples at `path`. Raises ConfigError with the option instead of the key."""
-    from fp8cfg.training.evaluation import samples_of
+    from fp8cfg.training.finished_run import samples_of
 
     try:
         return samples_of(recipe, path)

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
     # Loads torch, so all arguments are checked before.
     found = load_model(arguments)
-    from fp8cfg.training.evaluation import run_tokenizer, sample
+    from fp8cfg.training.finished_run import run_tokenizer, sample
 
     tokenizer = run_tokenizer(found, arguments.one("--tokenizer"))
     prompt = _prompt(arguments.plain[1], "--chat" in arguments.flags, tokenizer)

@@ -6,11 +6,9 @@ ConfigError with the recipe's key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from fp8cfg.data import (
     Batches,
@@ -18,7 +16,6 @@ from fp8cfg.data import (
     DataError,
     Samples,
     Windows,
-    eval_batches,
     load_corpus,
     split,
 )
@@ -28,8 +25,6 @@ from fp8cfg.data.files import require
 from fp8cfg.data.samples import Mixture
 from fp8cfg.data.stream import Shards, Stream, StreamBatches
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
-from fp8cfg.parallel.mesh import batch_share
-from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hub import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
@@ -245,22 +240,3 @@ def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Sam
         eos if recipe.data.resets else None,
         corpus.documents,
     )
-
-
-def validation_batches(
-    recipe: Recipe, held_out: Samples | None, world: World
-) -> Iterator[tuple[Tensor, ...]]:
-    """Returns this rank's batches of one evaluation.
-
-    Raises:
-        ConfigError: There are no validation data, or not enough for one batch. Raised at once, not
-            when the first batch is read.
-    """
-    t = recipe.trainer
-    if held_out is None:
-        raise ConfigError("data.validation_path=null: a stream has no held-out part; set a path")
-    try:
-        share = batch_share(t.strategy, world.rank, world.size)
-        return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)
-    except DataError as e:
-        raise ConfigError(f"data={recipe.data.name}: {e}") from None

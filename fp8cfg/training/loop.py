@@ -48,8 +48,7 @@ from fp8cfg.training.bad_steps import (
     restore_buffers,
 )
 from fp8cfg.training.compile import compile_as_chosen
-from fp8cfg.training.data import validation_batches
-from fp8cfg.training.evaluation import Stopped, evaluate
+from fp8cfg.training.evaluation import Stopped, evaluate, validation_batches
 from fp8cfg.training.faults import report_fault
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead

@@ -18,8 +18,8 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.training import memory_measurement, trained_model
-from fp8cfg.training.data import validation_batches
-from fp8cfg.training.evaluation import evaluate, held_out, held_out_loss, sample
+from fp8cfg.training.evaluation import evaluate, validation_batches
+from fp8cfg.training.finished_run import held_out, held_out_loss, sample
 from fp8cfg.training.trained_model import in_precision, load, newest
 from tests.support.small import small
 from tests.support.verbs import refused

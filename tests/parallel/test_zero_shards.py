@@ -17,8 +17,8 @@ from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import evaluate, validation_batches
 from fp8cfg.training.step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.measured_memory import measured, over_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.parallel.process_group import World
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import evaluate, validation_batches
 from fp8cfg.training.step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.small import small

@@ -14,8 +14,8 @@ from fp8cfg.checkpoint.load import open_checkpoint
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import evaluate, validation_batches
 from fp8cfg.training.step import StepResult, train_step
 from tests.support import sharded_checkpoints
 

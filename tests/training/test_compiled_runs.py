@@ -12,8 +12,8 @@ from fp8cfg.building.job import Job
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import runs
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import evaluate, validation_batches
 from tests.support import whole_checkpoints
 from tests.support.small import PACKED, small, steps
 from tests.support.traced import trace_model

@@ -23,8 +23,8 @@ from fp8cfg.planning.communication import Sent
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import loop, runs
 from fp8cfg.training import step as training_step
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import Stopped, evaluate
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import Stopped, evaluate, validation_batches
 from fp8cfg.training.metrics import read
 from tests.support.small import losses, small, steps
 

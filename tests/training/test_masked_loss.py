@@ -15,8 +15,9 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.data import IGNORED
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate, held_out_loss
+from fp8cfg.training.data import run_data
+from fp8cfg.training.evaluation import evaluate, validation_batches
+from fp8cfg.training.finished_run import held_out_loss
 from fp8cfg.training.step import train_step
 from fp8cfg.training.trained_model import RunModel
 from tests.support import whole_checkpoints

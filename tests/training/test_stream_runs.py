@@ -18,7 +18,7 @@ from fp8cfg.data import corpus
 from fp8cfg.planning import smoke
 from fp8cfg.training import metrics
 from fp8cfg.training.data import run_data
-from fp8cfg.training.evaluation import held_out, samples_of
+from fp8cfg.training.finished_run import held_out, samples_of
 from fp8cfg.training.loop import Interrupted
 from tests.support.ranks import launch
 from tests.support.small import PACKED, SMALL, small
