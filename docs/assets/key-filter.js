@@ -1,4 +1,5 @@
-// A search field above the tables of the keys page. It hides rows and sections without the words.
+// A search field above the tables of the keys page. It hides rows and sections without the words. The class
+// "keys" gives the tables the column widths of site.css.
 document$.subscribe(() => {
   const title = document.querySelector("article h1");
   if (!title || !location.pathname.endsWith("/reference/keys.html")) return;
@@ -9,6 +10,7 @@ document$.subscribe(() => {
   field.setAttribute("aria-label", "Filter keys");
   field.className = "key-filter";
   title.after(field);
+  title.closest("article").classList.add("keys");
 
   field.addEventListener("input", () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);

@@ -24,9 +24,9 @@ def page() -> str:
             "files. A precision preset replaces everything about precision. Its Python function has NeMo's or Megatron-Bridge's name for "
             "it, if they have one. [Choose a precision](../choosing-a-precision.md) tells you which one to use.",
             "## recipe",
-            "GPUs is the number that the recipe is meant for. TP, PP and CP are tensor, pipeline and context parallelism.",
+            "GPUs is the number that the recipe is meant for. In a layout, TP is tensor, PP pipeline and CP context parallelism.",
             table(
-                ["name", "description", "GPUs", "TP", "PP", "CP"],
+                ["name", "description", "GPUs", "layout"],
                 [_recipe(e.name, e.about) for e in entries("recipe", None)],
             ),
             "## precision",
@@ -45,13 +45,14 @@ def page() -> str:
 def _recipe(name: str, about: str) -> list[str]:
     trainer = named(name).trainer
     strategy = trainer.strategy
-    sizes = [
-        trainer.num_nodes * trainer.devices,
-        strategy.tensor_model_parallel_size,
-        strategy.pipeline_model_parallel_size,
-        strategy.context_parallel_size,
-    ]
-    return [code(name), LAYOUT.sub("", about), *map(str, sizes)]
+    sizes = {
+        "TP": strategy.tensor_model_parallel_size,
+        "PP": strategy.pipeline_model_parallel_size,
+        "CP": strategy.context_parallel_size,
+    }
+    layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    gpus = trainer.num_nodes * trainer.devices
+    return [code(name), LAYOUT.sub("", about), f"{gpus:,}", layout]
 
 
 def _precision(name: str, about: str) -> list[str]:
