@@ -108,32 +108,36 @@ def fit(
 
     recipe = job.recipe
     path = None
-    key = "log.dir"
+    key = "log.dir"  # for errors: who chose the path
     if folder is not None:
-        path, key = _to_path(folder), ""
+        path = _to_path(folder)
+        key = ""
     elif recipe.log.folder is not None:
-        path, key = _to_path(recipe.log.folder), "log.folder"
-    if (
-        path
-        and recipe.log.resume == "auto"
-        and start_from is None
-        # The first rank decides for all: other nodes may not mount the folder.
-        and world.any(world.first and (path / RECIPE).exists())
-    ):
+        path = _to_path(recipe.log.folder)
+        key = "log.folder"
+    if path and start_from is None and _resumes_existing(recipe, path, world):
         return _resume_job(job, path, world, say, callbacks)
     if path and world.first:
         RunFolder.refuse_taken(path)
     # The data are loaded first, so that a data error leaves no empty run folder.
     data = run_data(recipe)
 
-    def create() -> RunFolder:
+    def create_folder() -> RunFolder:
         """Creates the run folder, on the first rank."""
         root = Path(recipe.log.dir)
         return RunFolder.create(root, recipe.name, datetime.now(), to_yaml(recipe), path, key=key)
 
-    with opened_run(create, world, _of_run(say, recipe)) as run:
+    with opened_run(create_folder, world, _of_run(say, recipe)) as run:
         result = train_job(job, run, start_from, world, say, callbacks, data)
         return _with_folder(result, run)
+
+
+def _resumes_existing(recipe: Recipe, path: Path, world: World) -> bool:
+    """Whether `fit` resumes the run in `path`. All ranks call it."""
+    if recipe.log.resume != "auto":
+        return False
+    # The first rank decides for all: other nodes may not mount the folder.
+    return world.any(world.first and (path / RECIPE).exists())
 
 
 def _resume_job(
@@ -142,14 +146,14 @@ def _resume_job(
     """Resumes the run in `path` with a job for a new run. `fit` uses it for log.resume=auto."""
     say_first = say if world.first else _say_nothing
 
-    def start(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
+    def start_training(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
         with opened_run(open_folder, world, _of_run(say, job.recipe)) as run:
             result = train_job(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
     # Only the first rank locks the folder. All others open it to read the checkpoint.
     with RunFolder.open(path, lock=world.first) as run:
-        return resume_run(run, lambda _: job.recipe, start, say_first, is_restart=True)
+        return resume_run(run, lambda _: job.recipe, start_training, say_first, is_restart=True)
 
 
 @refuses_recipe_keys("pass overrides=['{key}=VALUE']")
@@ -193,7 +197,7 @@ def resume(
     world = current()
     say_first = say if world.first else _say_nothing
 
-    def start(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
+    def start_training(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
         if world.first:
             refuse_missing(recipe)
         job = build(recipe, model)
@@ -205,8 +209,8 @@ def resume(
     with RunFolder.open(_to_path(folder), lock=world.first) as run:
         return resume_run(
             run,
-            lambda before: compose(overrides, base=before),
-            start,
+            lambda checkpoint_recipe: compose(overrides, base=checkpoint_recipe),
+            start_training,
             say_first,
             allowed,
             CheckpointChoice(step, recalibrate_fp8),
@@ -227,24 +231,26 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
     Yields:
         The folder on the first rank, None on the others.
     """
-    run = open_folder() if world.first else None
-    path = run.path if run else None
-    if run and run.is_new:
+    if not world.first:
+        yield None
+        return
+    run = open_folder()
+    path = run.path
+    if run.is_new:
         say(labeled("run folder", printable(str(path))))
     try:
         yield run
     except Exception as error:
         # An interrupted run keeps its folder, even without a step: it will be resumed.
-        if run and not isinstance(error, Interrupted):
+        if not isinstance(error, Interrupted):
             with suppress(OSError):
                 run.remove_unused()
         raise
     finally:
-        if run:
-            # A user may have deleted or moved the folder during the run.
-            if run.files.there and run.path != path:
-                say(labeled("run folder", printable(str(run.path))))
-            run.close()
+        # A user may have deleted or moved the folder during the run.
+        if run.files.there and run.path != path:
+            say(labeled("run folder", printable(str(run.path))))
+        run.close()
 
 
 def train_job(
@@ -320,7 +326,7 @@ class CheckpointChoice:
     step: int | None = None
     recalibrate_fp8: bool = False
 
-    def find(self, root: RunFiles) -> list[tuple[int, str]]:
+    def list_candidates(self, root: RunFiles) -> list[tuple[int, str]]:
         """Returns the step and the folder name of each candidate, newest first.
 
         Raises:
@@ -391,7 +397,7 @@ def resume_run(
         ConfigError: A changed key is fixed by the checkpoint, or missing from `allow`.
     """
 
-    def attempt(name: str, loaded: Loaded | None) -> T:
+    def resume_from(name: str, loaded: Loaded | None) -> T:
         """Resumes from one checkpoint, or from step 0 if `loaded` is None."""
         recipe = recipe_for_resume(run, name, loaded, change, allow, say, is_restart)
 
@@ -405,15 +411,18 @@ def resume_run(
 
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
-    checkpoints = choice.find(root)
+    checkpoints = choice.list_candidates(root)
     # `ranks()` reads torchrun's WORLD_SIZE: the process group may not exist yet.
-    num_ranks = ranks() if ranks() > 1 else current().size
+    num_ranks = ranks()
+    if num_ranks == 1:
+        num_ranks = current().size
     for _, name in checkpoints:
         try:
             loaded = open_checkpoint(root, name, num_ranks)
-            loaded[0].recalibrate_fp8 = choice.recalibrate_fp8
-            job_state.check_saved_state(*loaded)
-            return attempt(name, loaded)
+            tensors, state = loaded
+            tensors.recalibrate_fp8 = choice.recalibrate_fp8
+            job_state.check_saved_state(tensors, state)
+            return resume_from(name, loaded)
         except DamagedCheckpoint as error:
             problem = str(error)
             if name not in problem:
@@ -422,7 +431,7 @@ def resume_run(
     if checkpoints:
         raise manifest.no_usable_checkpoint(root)
     _refuse_lost_checkpoints(run)
-    return attempt("", None)
+    return resume_from("", None)
 
 
 def _refuse_lost_checkpoints(run: RunFolder) -> None:
@@ -436,9 +445,10 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
         return
     steps = [row["step"] for row in read(run.files, METRICS)]
     num_done = max((step for step in steps if isinstance(step, int)), default=0)
-    # An asynchronous save can take until the next one begins.
-    last_without = 2 * interval if recipe.checkpoint.async_save else interval
-    if num_done > last_without:
+    max_steps_without = interval
+    if recipe.checkpoint.async_save:
+        max_steps_without *= 2  # a save can take until the next one begins
+    if num_done > max_steps_without:
         raise NoUsableCheckpoint(
             f"{run.path}: has no checkpoint, but metrics.jsonl goes to step {num_done} and step"
             f" {interval} was saved; put the folders checkpoints/step-* back, or delete"
@@ -462,12 +472,12 @@ def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> tuple[Recipe, in
     """Reads the newest valid recipe, with trainer.smoke as the run had it."""
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
-    for _, name in choice.find(root):
+    for _, name in choice.list_candidates(root):
         try:
             # num_ranks=2 skips the checksums of the tensors. They take long for a large model.
-            loaded = open_checkpoint(root, name, num_ranks=2)
-            job_state.check_saved_state(*loaded)
-            return Recipe(**loaded[1]["recipe"]), loaded[1]["step"]
+            tensors, state = open_checkpoint(root, name, num_ranks=2)
+            job_state.check_saved_state(tensors, state)
+            return Recipe(**state["recipe"]), state["step"]
         except DamagedCheckpoint:
             continue  # `resume_run` prints the message
     return run.read_recipe(), None
@@ -499,38 +509,40 @@ def recipe_for_resume(
     Raises:
         ConfigError: A changed key is fixed by the checkpoint, or missing from `allow`.
     """
-    written = run.read_recipe()
+    yaml_recipe = run.read_recipe()
     _check_metrics(run)
-    before = Recipe(**loaded[1]["recipe"]) if loaded else written
+    old_recipe = yaml_recipe
+    step = None
+    if loaded is not None:
+        _, state = loaded
+        old_recipe = Recipe(**state["recipe"])
+        step = state["step"]
     # A smoke run's recipe is reduced already, so it is resumed like any other run.
-    was_smoke = before.trainer.smoke
-    before.trainer.smoke = False
-    recipe = change(before)
+    was_smoke = old_recipe.trainer.smoke
+    old_recipe.trainer.smoke = False
+    recipe = change(old_recipe)
     # A resumed smoke run has written smoke=false. A restart with smoke=true is not a change.
     is_smoke = (was_smoke or is_restart) and recipe.trainer.smoke
-    before.trainer.smoke = is_smoke
-    written.trainer.smoke = is_smoke
+    old_recipe.trainer.smoke = is_smoke
+    yaml_recipe.trainer.smoke = is_smoke
 
-    step = loaded[1]["step"] if loaded else None
-    resume_rules.refuse_changes(
-        before,
-        recipe,
-        list(allow),
-        line=_resume_command(run, step, before, recipe) if is_restart else (),
-        step=step,
-    )
+    command: Sequence[str] = ()
+    if is_restart:
+        command = _resume_command(run, step, old_recipe, recipe)
+    resume_rules.refuse_changes(old_recipe, recipe, list(allow), line=command, step=step)
     if not is_restart:
-        refuse_if([*_check_folder(run, before, recipe), *_check_max_steps(step, recipe)])
+        refuse_if([*_check_folder(run, old_recipe, recipe), *_check_max_steps(step, recipe)])
+
     say = _of_run(say, recipe)
     origin = name or "the start, it has no checkpoint yet"
     say(f"resuming {printable(str(run.path))} from {origin}")
-    if loaded:
-        for key in resume_rules.changes(before, written):
+    if loaded is not None:
+        for key in resume_rules.changes(old_recipe, yaml_recipe):
             say(
                 f"note: {key}: recipe.yaml differs from the checkpoint; using the checkpoint; to"
                 f" change it, pass {key}=VALUE"
             )
-    for key in resume_rules.changes(before, recipe):
+    for key in resume_rules.changes(old_recipe, recipe):
         say(f"changed: {key}")
     return recipe
 
@@ -544,26 +556,27 @@ def _check_metrics(run: RunFolder) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _resume_command(run: RunFolder, step: int | None, before: Recipe, recipe: Recipe) -> list[str]:
-    """Returns the `fp8cfg resume` command that changes the recipe from `before` to `recipe`."""
+def _resume_command(
+    run: RunFolder, step: int | None, old_recipe: Recipe, recipe: Recipe
+) -> list[str]:
+    """Returns the `fp8cfg resume` command that changes the recipe of a run to `recipe`."""
     # A resume keeps the folder, and it cannot have fewer steps than are done.
     without_effect = ["log.dir=", "log.folder=", "log.resume="]
     if _check_max_steps(step, recipe):
         without_effect.append("trainer.max_steps=")
-    overrides = [
-        override
-        for override in changed_overrides(before, recipe)
-        if not override.startswith(tuple(without_effect))
-    ]
+    overrides = []
+    for override in changed_overrides(old_recipe, recipe):
+        if not override.startswith(tuple(without_effect)):
+            overrides.append(override)
     return ["fp8cfg", "resume", str(run.path), *overrides]
 
 
-def _check_folder(run: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
+def _check_folder(run: RunFolder, old_recipe: Recipe, recipe: Recipe) -> list[str]:
     """Returns an error for each override that moves the run to another folder."""
     problems = []
     for key in ("dir", "folder"):
         value = getattr(recipe.log, key)
-        if value == getattr(before.log, key):
+        if value == getattr(old_recipe.log, key):
             continue
         # The same folder under another spelling, such as a relative path.
         if key == "folder" and value and Path(value).resolve() == run.path.resolve():
@@ -593,14 +606,18 @@ def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
     The former recipe is kept under another name if earlier steps ran with it. Nothing is written if
     no steps are left to run.
     """
-    num_done = loaded[1]["step"] if loaded else 0
+    num_done = 0
+    old_recipe = recipe
+    if loaded is not None:
+        _, state = loaded
+        num_done = state["step"]
+        old_recipe = Recipe(**state["recipe"])
     if num_done >= recipe.trainer.max_steps:
         return
     # These recipes belong to later steps, and the resumed run repeats these steps.
     run.forget_recipes(num_done)
-    before = Recipe(**loaded[1]["recipe"]) if loaded else recipe
-    if resume_rules.changes(before, recipe):
-        run.keep_recipe(num_done, to_yaml(before))
+    if resume_rules.changes(old_recipe, recipe):
+        run.keep_recipe(num_done, to_yaml(old_recipe))
     run.write_recipe(to_yaml(recipe))
 
 
@@ -643,15 +660,17 @@ def resume_smoke(
         raise manifest.no_usable_checkpoint(root)
     name = names[0]
     loaded = open_checkpoint(root, name, world.size)
-    again = train_job(build(recipe), None, loaded, world, _say_nothing)
+    resumed = train_job(build(recipe), None, loaded, world, _say_nothing)
     is_exact = world.size == 1 and not _has_gpu()
     for kind, old, new in (
-        ("training", first.loss, again.loss),
-        ("validation", first.val_loss, again.val_loss),
+        ("training", first.loss, resumed.loss),
+        ("validation", first.val_loss, resumed.val_loss),
     ):
         if old is None or new is None:
             continue
-        tolerance = 0.0 if is_exact else LOSS_TOLERANCE * abs(old)
+        tolerance = LOSS_TOLERANCE * abs(old)
+        if is_exact:
+            tolerance = 0.0
         # Equality covers equal infinite losses, and "not <=" rejects NaN.
         if not (old == new or abs(old - new) <= tolerance):
             raise ResumeDiffers(
@@ -659,7 +678,7 @@ def resume_smoke(
                 " before"
             )
     losses = f"losses within {LOSS_TOLERANCE:g}"
-    if (first.loss, first.val_loss) == (again.loss, again.val_loss):
+    if (first.loss, first.val_loss) == (resumed.loss, resumed.val_loss):
         losses = "the same losses"
     say(f"resume: step {STEPS} from {name} gave {losses}")
 
@@ -705,7 +724,9 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
             callable(getattr(callback, name, None)) for name in ("step", "evaluation", "save")
         )
         if is_class or not has_methods:
-            remedy = f"; pass {callback.__name__}()" if isinstance(callback, type) else ""
+            remedy = ""
+            if isinstance(callback, type):
+                remedy = f"; pass {callback.__name__}()"
             raise ConfigError(
                 "callbacks: expected objects of a subclass of fp8cfg.Callback, got"
                 f" {callback!r:.40}{remedy}"

@@ -48,7 +48,7 @@ from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.schema.training import Optim, Strategy
 
 
-def newest(
+def open_newest_checkpoint(
     path: Path, say: Callable[[str], None], step: int | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
     """Opens a checkpoint of a run: the newest valid one, or the one of a step.
@@ -70,21 +70,22 @@ def newest(
         folder.check_format()
         root = folder.files.folder(CHECKPOINTS)
         checkpoints = manifest.list_steps(root)
-        if checkpoints and step is not None and step not in {saved for saved, _ in checkpoints}:
-            steps = ", ".join(str(saved) for saved in sorted({saved for saved, _ in checkpoints}))
+        if not checkpoints:
+            raise ConfigError(f"{folder.path}: has no checkpoint yet")
+        saved_steps = sorted({saved for saved, _ in checkpoints})
+        if step is not None and step not in saved_steps:
+            steps = ", ".join(map(str, saved_steps))
             raise ConfigError(f"{folder.path}: has no checkpoint of step {step}; there are {steps}")
         for saved, name in checkpoints:
             if step is not None and saved != step:
                 continue
             try:
-                loaded = open_checkpoint(root, name)
-                job_state.check_saved_state(*loaded)
-                return loaded
-            except DamagedCheckpoint as e:
-                say(manifest.skip_message(printable(str(e))))
-        if checkpoints:
-            raise manifest.no_usable_checkpoint(root)
-        raise ConfigError(f"{folder.path}: has no checkpoint yet")
+                tensors, state = open_checkpoint(root, name)
+                job_state.check_saved_state(tensors, state)
+                return tensors, state
+            except DamagedCheckpoint as error:
+                say(manifest.skip_message(printable(str(error))))
+        raise manifest.no_usable_checkpoint(root)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def load(
         NoUsableCheckpoint: All checkpoints are damaged.
         ConfigError: The weights do not fit the precision, or the run has no such checkpoint.
     """
-    tensors, state = newest(path, say, step)
+    tensors, state = open_newest_checkpoint(path, say, step)
     recipe = Recipe(**state["recipe"])
     # `chosen_tokenizer` reads model.path and model.weights, so it runs before these are reset.
     recipe.data.tokenizer = recipe.data.tokenizer or chosen_tokenizer(recipe)
@@ -152,7 +153,8 @@ def load(
     recipe.check()
     run_plan = make_plan(recipe, hardware)
     choice = run_plan.choice
-    if note := backend_change(state, recipe, choice.backend):
+    note = backend_change(state, recipe, choice.backend)
+    if note:
         say(note)
     # With LoRA the frozen weights are filled here, since the load only replaces the adapters.
     has_all_weights = not recipe.lora.enabled
@@ -160,10 +162,9 @@ def load(
     refuse_other_base(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, frozen_weight_names(recipe, prepared.model))
-    except (RuntimeError, ValueError, KeyError) as e:
-        raise ConfigError(
-            f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}"
-        ) from None
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: its weights do not fit this precision: {reason}") from None
     return RunModel(
         recipe,
         prepared.model.eval(),
@@ -174,20 +175,20 @@ def load(
     )
 
 
-def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunModel:
+def in_precision(run: RunModel, name: str, say: Callable[[str], None]) -> RunModel:
     """Rebuilds a run's model in the precision of a preset, with the same weights.
 
     Weights that the run stores in FP8 keep their FP8 values.
 
     Args:
-        found: Model of the run.
+        run: Model of the run.
         name: Name of the precision preset.
         say: Called with a note for each setting of the preset that the model does not support.
 
     Raises:
         ConfigError: The model cannot run in this precision.
     """
-    recipe = found.recipe.model_copy(deep=True)
+    recipe = run.recipe.model_copy(deep=True)
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
     _without_gradients(recipe)
@@ -199,9 +200,9 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
     hardware = find_hardware(recipe.trainer.accelerator)
     run_plan = make_plan(recipe, hardware)
     prepared = prepared_model(run_plan, loaded=True)
-    prepared.model.load_state_dict(found.model.state_dict())
+    prepared.model.load_state_dict(run.model.state_dict())
     return replace(
-        found,
+        run,
         recipe=recipe,
         model=prepared.model.eval(),
         plan=run_plan.gemms,
@@ -211,7 +212,8 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
 
 def _without_gradients(recipe: Recipe) -> None:
     """Resets settings of training that could make the recipe invalid for inference."""
-    recipe.log.fp8_stats_every_n_steps, recipe.optim = 0, Optim(warmup_steps=0)
+    recipe.log.fp8_stats_every_n_steps = 0
+    recipe.optim = Optim(warmup_steps=0)
     # hybrid uses E4M3 in the forward pass and E5M2 for gradients. Some scalings have no GEMM with
     # E5M2 operands, and inference has no gradients.
     multiplied = SCALINGS[recipe.fp8.scaling].multiplied
@@ -245,27 +247,30 @@ class RunWeights:
             NoUsableCheckpoint: All checkpoints are damaged.
             ConfigError: The checkpoint has the weights of another model.
         """
-        tensors, state = newest(path, say)
-        self.recipe, self.step = Recipe(**state["recipe"]), int(state["step"])
-        self.recipe.storage.shard, self.recipe.lora.weights = "none", None
-        trained = state.get("backend") or ""  # missing in checkpoints of earlier versions
-        self.plan, self._path = (
-            plan_layers(self.recipe, trained if registry.exists(trained) else None),
-            path,
-        )
+        tensors, state = open_newest_checkpoint(path, say)
+        self._path = path
+        self.step = int(state["step"])
+        self.recipe = Recipe(**state["recipe"])
+        self.recipe.storage.shard = "none"
+        self.recipe.lora.weights = None
+        backend = state.get("backend")  # missing in checkpoints of earlier versions
+        if backend and not registry.exists(backend):
+            backend = None
+        self.plan = plan_layers(self.recipe, backend or None)
+        self._runs_fp8 = {layer.name: layer.fp8 for layer in self.plan}
         self._state = resolve_state_dtypes(self.recipe.precision)
-        self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
         self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
         self._adapters = make_adapters(self.recipe)
-        self.adapted = (
-            sorted({p.module for p in self._adapters.projections}) if self._adapters else []
-        )
+        self.adapted: list[str] = []
+        self._frozen_weight: Callable[[str], Tensor] | None = None
         if self._adapters:
+            # The checkpoint has the adapters only.
             refuse_other_base(self.recipe, state.get("base"))
-        self._first = first_weight(self.recipe) if self._adapters else None
-        self._check()
+            self.adapted = sorted({layer.module for layer in self._adapters.projections})
+            self._frozen_weight = first_weight(self.recipe)
+        self._check_shapes()
 
     def read(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Reads a parameter on the CPU, with its LoRA adapters merged.
@@ -279,61 +284,66 @@ class RunWeights:
             The weight is scaled already.
         """
         module = name.removesuffix(".weight")
-        weight, *beside = saved_weight(
-            name, self._model, self._fp8, self._scaling
-        ) or self._narrowed(name)
+        stored = saved_weight(name, self._model, self._fp8, self._scaling)
+        if not stored:
+            stored = self._convert_as_stored(name)
+        weight, *scales = stored
         assert weight is not None, "scales have codes"
-        # With this scale an export can store the same FP8 bytes again.
-        scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
-        if beside:
-            weight = weight_storage((weight, *beside), self._codec()).values(torch.float32)
-        if module not in self.adapted:
-            return weight, scale if scale is not None and scale.numel() == 1 else None
-        weight = weight.float()
-        self.adapter(module).merge_into(weight)
-        return weight, None
+        scale = None
+        if scales:
+            if weight.dtype == torch.float8_e4m3fn:
+                scale = scales[0]
+            weight = weight_storage((weight, *scales), self._codec()).values(torch.float32)
+        if module in self.adapted:
+            weight = weight.float()
+            self.adapter(module).merge_into(weight)
+            return weight, None
+        if scale is not None and scale.numel() > 1:
+            scale = None  # block scaling; an export quantizes anew
+        return weight, scale
 
     def adapter(self, module: str) -> Adapter:
         """Returns the adapters of a layer from `adapted`, in the dtype of the run."""
         assert self._adapters, "it has some"
-        made, dtype = (
-            self._adapters.build(module, "meta"),
-            DTYPES[self._state.other["weight"]],
-        )
-        made.load_state_dict(
-            {name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()},
-            assign=True,
-        )
-        return made
+        adapter = self._adapters.build(module, "meta")
+        dtype = DTYPES[self._state.other["weight"]]
+        tensors = {}
+        for name in adapter.state_dict():
+            tensors[name] = self._model[f"{module}.lora.{name}"].to(dtype)
+        adapter.load_state_dict(tensors, assign=True)
+        return adapter
 
-    def _narrowed(self, name: str) -> Weight:
+    def _convert_as_stored(self, name: str) -> Weight:
         """Converts a weight without scales to the dtype or codec in which the run stores it.
 
         The checkpoint has a float32 master or a 16-bit weight. It has no frozen weights of LoRA, so
         these are read or drawn again.
         """
-        precision, module = self.recipe.precision, name.removesuffix(".weight")
-        linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
-        column, scales = (
-            self._state.of_parameter(linear, runs_fp8)["weight"],
-            self._scaling.fresh_state().get("fp8_scale"),
-        )
-        if self._first:
-            weight = self._first(name)
-            # Training rounds frozen linear weights to the compute dtype: see Adapters.freeze.
-            weight = weight.to(DTYPES[precision.compute]) if linear else weight
+        module = name.removesuffix(".weight")
+        is_linear = module in self._runs_fp8
+        runs_fp8 = self._runs_fp8.get(module, False)
+        stored_dtype = self._state.of_parameter(is_linear, runs_fp8)["weight"]
+        scales = self._scaling.fresh_state().get("fp8_scale")
+        if self._frozen_weight:
+            weight = self._frozen_weight(name)
+            if is_linear:
+                # Training rounds them to the compute dtype: see Adapters.freeze.
+                weight = weight.to(DTYPES[self.recipe.precision.compute])
         else:
-            weight, scales = self._model[name], self._fp8.get(f"{module}.fp8_scale", scales)
-        if column in DTYPES:
-            return (weight.to(DTYPES[column]),)
+            weight = self._model[name]
+            scales = self._fp8.get(f"{module}.fp8_scale", scales)
+        if stored_dtype in DTYPES:
+            return (weight.to(DTYPES[stored_dtype]),)
         # The run stored this weight in 16 bits. Its backend may have had fewer FP8 layers than this
         # machine's plan.
-        if not self._first and weight.itemsize == 2:
+        if not self._frozen_weight and weight.itemsize == 2:
             return (weight,)
-        codec, weight = self._codec(), weight.float()
-        return codec.encode(weight) if codec else self._quantized(weight, scales)
+        codec = self._codec()
+        if codec is None:
+            return self._quantize(weight.float(), scales)
+        return codec.encode(weight.float())
 
-    def _quantized(self, weight: Tensor, scale: Tensor | None) -> Weight:
+    def _quantize(self, weight: Tensor, scale: Tensor | None) -> Weight:
         """Quantizes a weight as training would, block scaling some rows at a time.
 
         The temporaries of a whole matrix take several times its size. An export should need the
@@ -342,36 +352,38 @@ class RunWeights:
         layout = self._scaling.layout
         if layout.block <= 0 or layout.two_levels:
             return store_and_record(weight, self._scaling, scale, None, None)
-        parts = [
-            store_and_record(rows, self._scaling, scale, None, None)
-            for rows in weight.split(ROWS_AT_A_TIME)
-        ]
-        return tuple(
-            None if tensors[0] is None else torch.cat(tensors)
-            for tensors in zip(*parts, strict=True)
-        )
+        parts = []
+        for rows in weight.split(ROWS_AT_A_TIME):
+            parts.append(store_and_record(rows, self._scaling, scale, None, None))
+        fields: list[Tensor | None] = []
+        for tensors in zip(*parts, strict=True):
+            # A scaling has all rows of a field, such as its scales, or none.
+            fields.append(None if tensors[0] is None else torch.cat(tensors))
+        return tuple(fields)
 
     def _codec(self) -> Codec | None:
         """Returns the codec of linear weights. None if they are stored as FP8 GEMM operands."""
-        return None if self._state.fp8_weights else get_codec(self._state.linear["weight"])
+        if self._state.fp8_weights:
+            return None
+        return get_codec(self._state.linear["weight"])
 
-    def _check(self) -> None:
+    def _check_shapes(self) -> None:
         """Raises ConfigError if names or shapes differ from the recipe's model."""
         config = transformer_config(self.recipe)
-        expected = {} if self._first else dict(parameter_shapes(config))
-        for module in self.adapted:
-            of_layer = self._adapters.build(module, "meta").state_dict()  # type: ignore[union-attr]
-            expected |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
-        # A tied output layer may be saved under its own name, too.
-        tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
-        saved = {
-            name: saved_shape(name, self._model, self._fp8)
-            for name in self._model
-            if name not in tied
-        }
-        if different := [
+        expected: dict[str, tuple[int, ...]] = {}
+        if self._adapters:
+            for module in self.adapted:
+                for name, tensor in self._adapters.build(module, "meta").state_dict().items():
+                    expected[f"{module}.lora.{name}"] = tuple(tensor.shape)
+        else:
+            expected |= parameter_shapes(config)
+        saved = {name: saved_shape(name, self._model, self._fp8) for name in self._model}
+        if config.tie_embeddings:
+            saved.pop("output_layer.weight", None)  # some checkpoints have the tied weight twice
+        different = [
             name for name in {**expected, **saved} if expected.get(name) != saved.get(name)
-        ]:
+        ]
+        if different:
             raise ConfigError(
                 f"{self._path}: weights such as {different[0]} do not belong to its recipe's"
                 " Transformer;"

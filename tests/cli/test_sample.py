@@ -20,7 +20,7 @@ from fp8cfg.schema.backends import Hardware
 from fp8cfg.training import memory_measurement, trained_model
 from fp8cfg.training.evaluation import evaluate, validation_batches
 from fp8cfg.training.finished_run import held_out, held_out_loss, sample
-from fp8cfg.training.trained_model import in_precision, load, newest
+from fp8cfg.training.trained_model import in_precision, load, open_newest_checkpoint
 from tests.support.small import small
 from tests.support.verbs import refused
 
@@ -202,7 +202,7 @@ def test_no_weights_are_drawn_for_a_model_that_is_loaded(
 ) -> None:
     monkeypatch.setattr(Transformer, "init_weights", None)
     found = load(run, print)
-    _, state = newest(run, print)
+    _, state = open_newest_checkpoint(run, print)
     assert in_precision(found, "bf16", print).step == found.step == state["step"]
 
 

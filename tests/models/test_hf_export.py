@@ -197,7 +197,7 @@ def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under backend=auto, which says nothing of who multiplied: native would have had the layer in FP8."""
-    out, newest = "layers.0.mlp.linear_fc2", trained_model.newest
+    out, newest = "layers.0.mlp.linear_fc2", trained_model.open_newest_checkpoint
 
     def of_another(*given: Any) -> Any:
         tensors, state = newest(*given)
@@ -206,7 +206,7 @@ def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(
 
     run = trained(tmp_path / "runs", "precision=bf16_fp8", f"fp8.exclude=[{out}]")
     held = RunWeights(run, print).read(f"{out}.weight")[0]
-    monkeypatch.setattr(trained_model, "newest", of_another)
+    monkeypatch.setattr(trained_model, "open_newest_checkpoint", of_another)
     weights = RunWeights(run, print)
     assert {p.name: p.fp8 for p in weights.plan}[out] and torch.equal(
         weights.read(f"{out}.weight")[0], held
