@@ -12,7 +12,7 @@ from fp8cfg.composition.overrides import parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution import executor as runs
 from fp8cfg.execution.executor import TorchrunExecutor
-from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
+from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, setting_errors
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import preflight, smoke, training_data
 from fp8cfg.planning.fit_search import CommandLine
@@ -193,7 +193,7 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
     refuse_if(
         [f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1]
     )
-    refuse_if([f"--slurm {line}" for line in unknown(found, submitit)])
+    refuse_if([f"--slurm {line}" for line in setting_errors(found, submitit)])
     refuse_if(
         [
             f"--slurm {key}={value}: has a space; put a comma between settings"

@@ -19,7 +19,7 @@ from fp8cfg.building import builder
 from fp8cfg.checkpoint.resume_rules import can_resume
 from fp8cfg.cli.recipe_arguments import say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
-from fp8cfg.execution.executor import start
+from fp8cfg.execution.executor import launch_ranks
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
@@ -108,7 +108,7 @@ def start_ranks(
     _report_unused_gpus(recipe, num_gpus, num_ranks)
     if num_ranks == 1:
         return None
-    return start(num_ranks, argv)
+    return launch_ranks(num_ranks, argv)
 
 
 def count_ranks(recipe: Recipe, num_gpus: int) -> int:

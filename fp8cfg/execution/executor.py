@@ -80,7 +80,7 @@ class LocalExecutor:
 
     def execute(self, command: Command) -> int | None:
         """Runs the command and returns its exit code."""
-        return _process(["-m", "fp8cfg", *command.words()])
+        return _run_python(["-m", "fp8cfg", *command.words()])
 
 
 @dataclass(frozen=True)
@@ -108,30 +108,41 @@ class TorchrunExecutor:
                 f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; set it to 1, or"
                 " use SlurmExecutor"
             )
-        return _process(
-            ["-m", "fp8cfg.execution.executor", str(self.ranks or command.ranks), *command.words()]
-        )
+        num_ranks = str(self.ranks or command.ranks)
+        # This module's own main function, see the end of the file.
+        return _run_python(["-m", "fp8cfg.execution.executor", num_ranks, *command.words()])
 
 
-def _process(argv: Sequence[str]) -> int:
+def _run_python(argv: Sequence[str]) -> int:
     """Runs Python with `argv` and returns the exit code."""
-    return subprocess.run([sys.executable, *argv], env=environment(), check=False).returncode
+    process = subprocess.run([sys.executable, *argv], env=child_environment(), check=False)
+    return process.returncode
 
 
-def environment() -> dict[str, str]:
+SOURCE_ROOT = Path(__file__).parents[2]
+"""Folder of the package fp8cfg: a checkout or site-packages."""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables from which torch.distributed gets its process group."""
+
+
+def child_environment() -> dict[str, str]:
     """Returns the environment variables for a child process of a run.
 
     The child finds the same fp8cfg as this process. Rank variables of a launcher are removed.
     """
-    root = str(Path(__file__).parents[2])
-    # The source folder comes first: fp8cfg may run from a checkout that is not installed.
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    variables = dict(os.environ)
     # If this process is a rank itself, its child must not join the same process group.
-    return {**{k: v for k, v in os.environ.items() if k not in ranks}, "PYTHONPATH": path}
+    for name in RANK_VARIABLES:
+        variables.pop(name, None)
+    # The source folder comes first: fp8cfg may run from a checkout that is not installed.
+    folders = [str(SOURCE_ROOT)]
+    if variables.get("PYTHONPATH"):
+        folders.append(variables["PYTHONPATH"])
+    variables["PYTHONPATH"] = os.pathsep.join(folders)
+    return variables
 
 
-def start(ranks: int, argv: Sequence[str]) -> int:
+def launch_ranks(ranks: int, argv: Sequence[str]) -> int:
     """Runs `fp8cfg ARGV` on several ranks of this machine.
 
     Args:
@@ -149,29 +160,27 @@ def start(ranks: int, argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Torchrun uses the same default, but warns if the variable is not set.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
     try:
-        run.run(
-            run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv])
-        )
-    except ChildFailedError as e:
-        _, first = e.get_first_failure()
-        # A negative exit code is a signal. Shells report it as 128 + signal.
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        run.run(run.parse_args([*options, "-m", "fp8cfg", *argv]))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            # The number of a signal. Shells report it as 128 + signal.
+            return 128 - failure.exitcode
+        return failure.exitcode
     except SignalException:
-        return 75
+        return REQUEUE
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
-
-
-def is_one(executor: object) -> bool:
+def is_nemo_executor(executor: object) -> bool:
     """Returns whether `executor` is a nemo_run executor, without importing nemo_run."""
-    return any(
-        cls.__module__.partition(".")[0] == "nemo_run" and cls.__name__ == "Executor"
-        for cls in type(executor).__mro__
-    )
+    for base in type(executor).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package == "nemo_run" and base.__name__ == "Executor":
+            return True
+    return False
 
 
 class NemoExecutor:
@@ -191,14 +200,14 @@ class NemoExecutor:
         """Runs the command as a nemo_run experiment and waits for it. Returns 0 or 1."""
         import nemo_run
 
-        local = type(self.executor).__name__ == "LocalExecutor"
-        # Only a local job uses this interpreter and this copy of fp8cfg.
-        python, root = (
-            (sys.executable, str(Path(__file__).parents[2])) if local else ("python", None)
-        )
-        env = {"PYTHONPATH": environment()["PYTHONPATH"]} if root else {}
+        python = "python"
+        variables = {}
+        if type(self.executor).__name__ == "LocalExecutor":
+            # Only a local job uses this interpreter and this copy of fp8cfg.
+            python = sys.executable
+            variables["PYTHONPATH"] = child_environment()["PYTHONPATH"]
         script = nemo_run.Script(
-            path="fp8cfg", args=command.words(), entrypoint=python, m=True, env=env
+            path="fp8cfg", args=command.words(), entrypoint=python, m=True, env=variables
         )
         with nemo_run.Experiment(command.folder.name, executor=self.executor) as experiment:
             experiment.add(script, name=command.folder.name, tail_logs=True)
@@ -206,7 +215,9 @@ class NemoExecutor:
         # Leaving the experiment waits for the job, so its state is final here. Do not call
         # experiment.status(): in nemo_run 0.11.1 it does not know finished local tasks.
         states = [job.state.name for job in experiment.jobs]
-        return 0 if states == ["SUCCEEDED"] else 1
+        if states == ["SUCCEEDED"]:
+            return 0
+        return 1
 
 
 @dataclass(frozen=True)
@@ -246,54 +257,64 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
             f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write"
             " fp8cfg.fit(job)"
         )
-    chosen = (
-        NemoExecutor(executor)
-        if is_one(executor)
-        else LocalExecutor()
-        if executor is None
-        else executor
-    )
+    chosen = executor
+    if executor is None:
+        chosen = LocalExecutor()
+    elif is_nemo_executor(executor):
+        chosen = NemoExecutor(executor)
+    # A class has `execute` too, but it must be called on an instance.
     if not isinstance(chosen, Executor) or isinstance(chosen, type):
         raise ConfigError(
             "run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(),"
             f" got {executor!r}"
         )
     recipe.check()
-    t, given = recipe.trainer, folder or recipe.log.folder
-    home = (Path(given).parent if given else Path(recipe.log.dir)).absolute()
+    chosen_folder = folder or recipe.log.folder
+    if chosen_folder:
+        parent = Path(chosen_folder).parent.absolute()
+    else:
+        parent = Path(recipe.log.dir).absolute()
     # Parents that do not exist yet are removed again if the run does not start.
-    absent = [each for each in (home, *home.parents) if not each.exists()]
+    new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
     try:
-        path = _requested(recipe, Path(given).absolute() if given else None)
-    except OSError as e:
+        path = _write_request(recipe, chosen_folder)
+    except OSError as error:
         raise NotWritable(
-            f"{given or recipe.log.dir}: cannot be written ({e.strerror or e})"
+            f"{chosen_folder or recipe.log.dir}: cannot be written ({error.strerror or error})"
         ) from None
+    trainer = recipe.trainer
+    command = Command(path, ranks=trainer.devices, nodes=trainer.num_nodes, smoke=trainer.smoke)
     try:
-        code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes, smoke=t.smoke))
+        code = chosen.execute(command)
     except ConfigError:
-        _remove(path, absent)
+        _remove_request(path, new_parents)
         raise
     # The command itself rejected the recipe and did not start a run.
     if code == ConfigError.exit_code and not (path / STARTED).exists():
-        _remove(path, absent)
+        _remove_request(path, new_parents)
     if code:
         raise RunFailed(path, code)
     return Execution(path, code)
 
 
-def _requested(recipe: Recipe, given: Path | None) -> Path:
+def _write_request(recipe: Recipe, folder: str | Path | None) -> Path:
     """Creates the run folder and writes the requested recipe into it.
 
     Args:
         recipe: The recipe.
-        given: The folder. Defaults to a new one under log.dir.
+        folder: The folder. Defaults to a new one under log.dir.
+
+    Returns:
+        The absolute path of the run folder.
 
     Raises:
         ConfigError: The folder has a run, and log.resume=never.
         OSError: The folder cannot be written.
     """
-    path = given or make_new_folder(Path(recipe.log.dir), recipe.name, datetime.now()).absolute()
+    if folder:
+        path = Path(folder).absolute()
+    else:
+        path = make_new_folder(Path(recipe.log.dir), recipe.name, datetime.now()).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(folder_taken(str(path)))
     path.mkdir(parents=True, exist_ok=True)
@@ -301,10 +322,15 @@ def _requested(recipe: Recipe, given: Path | None) -> Path:
     return path
 
 
-def _remove(path: Path, above: Sequence[Path]) -> None:
+def _remove_request(path: Path, new_parents: Sequence[Path]) -> None:
     """Deletes the request of a run that did not start, then its empty folder and parents."""
     (path / REQUEST).unlink()
     # rmdir raises for a folder that is not empty, which ends the loop.
     with contextlib.suppress(OSError):
-        for each in (path, *above):
-            each.rmdir()
+        for folder in (path, *new_parents):
+            folder.rmdir()
+
+
+if __name__ == "__main__":
+    # TorchrunExecutor starts this file: number of ranks, then arguments of the command line.
+    sys.exit(launch_ranks(int(sys.argv[1]), sys.argv[2:]))

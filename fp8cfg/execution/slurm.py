@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.execution.executor import REQUEUE, Command, environment
+from fp8cfg.execution.executor import RANK_VARIABLES, REQUEUE, Command, child_environment
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
 
 
-def _names(text: str) -> frozenset[str]:
-    """Splits a text into names."""
+def _split_names(text: str) -> frozenset[str]:
+    """Splits a text at spaces and line ends."""
     return frozenset(text.split())
 
 
-SBATCH = _names("""
+SBATCH = _split_names("""
     account acctg_freq array batch bb bbf begin chdir cluster_constraint clusters comment
     consolidate_segments constraint container container_id contiguous core_spec
     cores_per_socket cpu_freq cpus_per_gpu cpus_per_task deadline delay_boot dependency
@@ -47,17 +47,17 @@ SBATCH = _names("""
     verbose wait wait_all_nodes wait_for_children wckey wrap
 """)
 """Long options of sbatch in Slurm 25.05, with underscores."""
-_OWN = _names(
+_SUBMITIT_ONLY = _split_names(
     "setup teardown signal_delay_s stderr_to_stdout srun_args use_srun array_parallelism"
     " additional_parameters"
 )
 """Parameters of SlurmExecutor in submitit 1.5 that sbatch does not have."""
-_PASSED = _names("""
+_SHARED = _split_names("""
     job_name partition time cpus_per_task cpus_per_gpu gpus_per_node gpus_per_task qos mem
     mem_per_gpu mem_per_cpu comment constraint exclude account gres mail_type mail_user
     nodelist dependency exclusive wckey
 """)
-"""Parameters of SlurmExecutor with the same name in sbatch."""
+"""Parameters of SlurmExecutor in submitit 1.5 that have the same name in sbatch."""
 _LISTS = ("setup", "teardown", "srun_args")
 _SPELLINGS = {
     "timeout_min": "time",
@@ -74,7 +74,7 @@ _RECIPES = {
 """Options that follow from keys of the recipe."""
 
 
-def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
+def setting_errors(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
     """Yields an error for each setting that is misspelled or belongs into the recipe.
 
     Args:
@@ -82,29 +82,40 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
         submitit: Whether they are for submitit's SlurmExecutor. Otherwise they are for a batch
             script.
     """
-    known = SBATCH | _OWN if submitit else SBATCH
     for key, value in settings.items():
         name = key.replace("-", "_")
-        # Options of the pyxis plugin, such as --container-image, are not in the list.
-        near = _SPELLINGS.get(name) or (
-            None if name.startswith("container_") else nearest(name, known)
-        )
         if submitit and name == "signal":
             yield f"{key}={value}: submitit sends its own signal; set signal_delay_s=SECONDS"
         elif name in _RECIPES:
             yield f"{key}={value}: follows {_RECIPES[name]}; set {_RECIPES[name]}={value}"
         elif not submitit and name == "setup":
             continue  # the batch script has a line for it
-        elif not submitit and name in _OWN:
+        elif not submitit and name in _SUBMITIT_ONLY:
             yield f"{key}={value}: a parameter of submitit, which a script does not have; remove it"
-        elif name not in known and near:
-            yield (
-                f"{key}={value}: no option of sbatch; did you mean"
-                f" {near.replace('_', '-') if '-' in key else near!r}?"
-            )
+        else:
+            suggestion = _suggest_name(name, submitit)
+            if not suggestion:
+                continue
+            spelling = repr(suggestion)
+            if "-" in key:
+                spelling = suggestion.replace("_", "-")
+            yield f"{key}={value}: no option of sbatch; did you mean {spelling}?"
 
 
-def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _suggest_name(name: str, submitit: bool) -> str | None:
+    """Returns a similar known name. None if `name` is known, or similar to no name."""
+    known_names = SBATCH
+    if submitit:
+        known_names = SBATCH | _SUBMITIT_ONLY
+    # Options of the pyxis plugin, such as --container-image, are not in the list.
+    if name in known_names or name.startswith("container_"):
+        return None
+    if name in _SPELLINGS:
+        return _SPELLINGS[name]
+    return nearest(name, known_names)
+
+
+def submitit_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Converts settings to arguments of submitit's SlurmExecutor.update_parameters.
 
     Options without an argument there become additional_parameters. The job can be requeued.
@@ -113,17 +124,18 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: Options of sbatch and parameters of submitit, by name.
     """
     named = {key.replace("-", "_"): value for key, value in settings.items()}
-    more = {"requeue": True, **named.pop("additional_parameters", {})}
-    own = {key: value for key, value in named.items() if key in _OWN | _PASSED}
-    # submitit wants lists here. A string would become one line for each character.
-    own |= {key: [value] for key, value in own.items() if key in _LISTS and isinstance(value, str)}
-    return {
-        **own,
-        "additional_parameters": {
-            **more,
-            **{key: value for key, value in named.items() if key not in own},
-        },
-    }
+    arguments: dict[str, Any] = {}
+    additional = {"requeue": True, **named.pop("additional_parameters", {})}
+    for name, value in named.items():
+        if name in _LISTS and isinstance(value, str):
+            # submitit wants a list here. A string would become one line for each character.
+            arguments[name] = [value]
+        elif name in _SUBMITIT_ONLY or name in _SHARED:
+            arguments[name] = value
+        else:
+            additional[name] = value
+    arguments["additional_parameters"] = additional
+    return arguments
 
 
 _SCRIPT = """\
@@ -162,37 +174,48 @@ def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, 
         parameters: Long options of sbatch by name. They replace the defaults. `setup` is a shell
             line before the ranks start. `container-*` options of pyxis go to `srun`.
     """
-    t, name = recipe.trainer, recipe.name
-    given = {key.replace("_", "-"): value for key, value in parameters.items()}
-    setup = given.pop("setup", "")
+    settings = {key.replace("_", "-"): value for key, value in parameters.items()}
+    setup = settings.pop("setup", "")
     # Only srun gets the container: the script itself calls scontrol on the host.
-    container = {key: given.pop(key) for key in list(given) if key.startswith("container-")}
+    container_options = ""
+    for key in list(settings):
+        if key.startswith("container-"):
+            container_options += f"{_format_option(key, settings.pop(key))} "
+    if not setup and not container_options:
+        setup = _NO_SETUP
     options = {
-        "job-name": name,
-        "nodes": t.num_nodes,
-        "ntasks-per-node": t.devices,
-        "gpus-per-node": t.devices,
-        "output": f"{name}-%j.out",
+        "job-name": recipe.name,
+        "nodes": recipe.trainer.num_nodes,
+        "ntasks-per-node": recipe.trainer.devices,
+        "gpus-per-node": recipe.trainer.devices,
+        "output": f"{recipe.name}-%j.out",
         "requeue": "",
         "open-mode": "append",
         "signal": "TERM@90",
-        **given,
+        **settings,
     }
-    # A folder with a time stamp would change at each restart, so the folder is fixed.
-    own = [] if recipe.log.folder else [f"log.folder={recipe.log.dir}/{name}"]
-    again = [] if recipe.log.resume == "auto" else ["log.resume=auto"]
+    overrides = list(words)
+    if not recipe.log.folder:
+        # A folder with a time stamp would change at each restart, so the folder is fixed.
+        overrides.append(f"log.folder={recipe.log.dir}/{recipe.name}")
+    if recipe.log.resume != "auto":
+        overrides.append("log.resume=auto")
     return _SCRIPT.format(
-        settings="\n".join(f"#SBATCH {_option(key, value)}" for key, value in options.items()),
-        setup=setup or ("" if container else _NO_SETUP),
-        container="".join(f"{_option(key, value)} " for key, value in container.items()),
-        words=shlex.join([*words, *own, *again]),
+        settings="\n".join(
+            f"#SBATCH {_format_option(key, value)}" for key, value in options.items()
+        ),
+        setup=setup,
+        container=container_options,
+        words=shlex.join(overrides),
         code=REQUEUE,
     )
 
 
-def _option(key: str, value: object) -> str:
+def _format_option(key: str, value: object) -> str:
     """Returns one quoted command-line option."""
-    return f"--{key}" if value == "" else f"--{key}={shlex.quote(str(value))}"
+    if value == "":
+        return f"--{key}"
+    return f"--{key}={shlex.quote(str(value))}"
 
 
 WARNING = signal.SIGUSR2
@@ -222,14 +245,21 @@ class Rank:
         # Slurm may signal all processes of the task. The child inherits SIG_IGN and only gets the
         # SIGTERM below.
         signal.signal(WARNING, signal.SIG_IGN)
-        rank = subprocess.Popen(argv, env={**environment(), **_ranks()})
+        variables = child_environment()
+        # submitit has set these for this task, and `child_environment` has removed them.
+        for name in RANK_VARIABLES:
+            if name in os.environ:
+                variables[name] = os.environ[name]
+        rank = subprocess.Popen(argv, env=variables)
 
-        def stop(_: int, __: FrameType | None) -> None:
+        def forward_warning(_: int, __: FrameType | None) -> None:
             os.kill(rank.pid, signal.SIGTERM)
 
-        signal.signal(WARNING, stop)
-        while (code := rank.poll()) is None:
+        signal.signal(WARNING, forward_warning)
+        # Not wait(): Python runs the handler between two of these short sleeps.
+        while rank.poll() is None:
             time.sleep(0.2)
+        code = rank.returncode
         if code == REQUEUE:
             if job.global_rank == 0:
                 subprocess.run(["scontrol", "requeue", job.raw_job_id], check=True)
@@ -257,41 +287,44 @@ class SlurmExecutor:
             ConfigError: A parameter is wrong, submitit or Slurm is missing, or sbatch rejected the
                 job.
         """
-        refuse_if([f"SlurmExecutor: {line}" for line in unknown(self.parameters)])
-        submitit = _submitit()
+        refuse_if([f"SlurmExecutor: {line}" for line in setting_errors(self.parameters)])
+        submitit = _import_submitit()
         files = command.folder / "slurm"
-        before = files.exists()
+        had_files = files.exists()
         executor = submitit.SlurmExecutor(folder=files, max_num_timeout=10_000)
-        own = {
+        arguments = {
             "job_name": command.folder.name,
             "nodes": command.nodes,
             "ntasks_per_node": command.ranks,
             "gpus_per_node": command.ranks,
         }
         try:
-            executor.update_parameters(**{**own, **parameters(self.parameters)})
-        except (TypeError, ValueError, NameError) as e:
-            raise _refusal(e) from None
+            arguments |= submitit_parameters(self.parameters)
+            executor.update_parameters(**arguments)
+        except (TypeError, ValueError, NameError) as error:
+            raise _to_config_error(error) from None
         try:
             job = executor.submit(Rank(command))
         except (
             submitit.core.utils.FailedJobError,
             submitit.core.utils.FailedSubmissionError,
             OSError,
-        ) as e:
-            if not before:
+        ) as error:
+            if not had_files:
                 shutil.rmtree(files, ignore_errors=True)
-            raise _refusal(e) from None  # has the message of sbatch
+            raise _to_config_error(error) from None  # has the message of sbatch
         print(f"job {job.job_id} is in the queue: {command.folder}")
-        return int(job.result()) if self.wait else None
+        if not self.wait:
+            return None
+        return int(job.result())
 
 
-def _refusal(error: Exception) -> ConfigError:
+def _to_config_error(error: Exception) -> ConfigError:
     """Returns a ConfigError with the message of `error` in one line."""
     return ConfigError(f"SlurmExecutor: {' '.join(str(error).split())[:200]}")
 
 
-def _submitit() -> Any:
+def _import_submitit() -> Any:
     """Imports submitit. Raises ConfigError if it is not installed or srun is missing."""
     try:
         import submitit
@@ -305,12 +338,3 @@ def _submitit() -> Any:
             "SlurmExecutor: there is no srun here; start it on a machine of the cluster"
         )
     return submitit
-
-
-def _ranks() -> dict[str, str]:
-    """Returns the torch.distributed variables from submitit, which `environment` removes."""
-    return {
-        k: os.environ[k]
-        for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        if k in os.environ
-    }

@@ -135,7 +135,7 @@ def test_mistakes(
 def test_the_exit_code_of_the_run_is_that_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: 3)
+    monkeypatch.setattr("fp8cfg.execution.executor._run_python", lambda argv: 3)
     assert main(["launch", "--local", "2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 3
     assert "the run ended with exit code 3" in capsys.readouterr().err
 
@@ -169,7 +169,7 @@ def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(
 ) -> None:
     """As under torchrun, whose ranks get the recipe that is asserted here."""
     ran: list[list[str]] = []
-    monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: ran.append(argv) or 0)
+    monkeypatch.setattr("fp8cfg.execution.executor._run_python", lambda argv: ran.append(argv) or 0)
     assert (
         main(
             [

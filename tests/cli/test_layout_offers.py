@@ -311,7 +311,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch) -> Machine:
             hardware, "find_hardware", lambda _: Hardware("cuda", (9, 0), BLOCK_CUDA)
         )
         monkeypatch.setattr(
-            launch_run, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 0
+            launch_run, "launch_ranks", lambda ranks, argv: begun.append((ranks, [*argv])) or 0
         )
         return begun
 

@@ -45,7 +45,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
         begun: list[tuple[int, list[str]]] = []
         monkeypatch.setattr(hardware, "count_gpus", lambda: gpus)
         monkeypatch.setattr(
-            launch_run, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 7
+            launch_run, "launch_ranks", lambda ranks, argv: begun.append((ranks, [*argv])) or 7
         )
         return begun
 
@@ -278,7 +278,7 @@ def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     assert (
-        launch_run.start(
+        launch_run.launch_ranks(
             2, ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.micro_batch_size=8", *words]
         )
         == code

@@ -98,7 +98,7 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The words that they get; test_a_run_on_this_machine runs them."""
     ran: list[list[str]] = []
-    monkeypatch.setattr(executors, "_process", lambda argv: ran.append(list(argv)) or 0)
+    monkeypatch.setattr(executors, "_run_python", lambda argv: ran.append(list(argv)) or 0)
     fp8cfg.run(tiny(tmp_path), folder=tmp_path / "a")
     fp8cfg.run(
         tiny(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=1"),
@@ -113,8 +113,10 @@ def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setenv("RANK", "1")
     assert (
-        "RANK" not in executors.environment()
-        and Path(executors.environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg").is_dir()
+        "RANK" not in executors.child_environment()
+        and Path(
+            executors.child_environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg"
+        ).is_dir()
     )
 
 
@@ -294,6 +296,6 @@ def test_nemo_runs_own_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_nemo_runs_executors_are_told_by_their_class() -> None:
     base = type("Executor", (), {"__module__": "nemo_run.core.execution.base"})
-    assert nemo.is_one(type("LocalExecutor", (base,), {})()) and not nemo.is_one(
-        fp8cfg.LocalExecutor()
-    )
+    assert nemo.is_nemo_executor(
+        type("LocalExecutor", (base,), {})()
+    ) and not nemo.is_nemo_executor(fp8cfg.LocalExecutor())
