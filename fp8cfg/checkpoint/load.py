@@ -186,7 +186,7 @@ class TensorFiles:
                 files = self.folder
                 if parent:
                     files = self.folder.folder(parent)
-                self._open_files[name] = safe_open(files.reached / last, framework="pt")
+                self._open_files[name] = safe_open(files.stable_path / last, framework="pt")
             yield self._open_files[name]
         except UNREADABLE as error:
             raise self.damaged(name, f"cannot be read ({error_text(error)})") from error

@@ -343,7 +343,7 @@ def make_room(root: RunFiles, needed: int) -> None:
         # The root has one writer, so no save uses these folders.
         if re.fullmatch(r"step-.*\.tmp-.*", name):
             root.remove(name, ignore_errors=True)
-    free = root.free()
+    free = root.free_bytes()
     if free < needed:
         raise OSError(f"needs {size(needed)}, {size(free)} free")
 

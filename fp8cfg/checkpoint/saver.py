@@ -118,7 +118,7 @@ class Saver:
         needed = job_tensors.checkpoint_bytes(self.job, self.world) + save.RESERVE
         problem = ""
         if self.run:
-            free = self.run.files.free()
+            free = self.run.files.free_bytes()
             if free < needed:
                 problem = (
                     f"{self.run.path}: no room for a checkpoint: needs {size(needed)}, {size(free)} free;"

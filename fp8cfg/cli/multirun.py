@@ -162,7 +162,9 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _metrics(files: RunFiles | None) -> Result:
     """Returns the last losses and the median speed."""
-    rows: list[Any] = metrics_file.read(files, METRICS) if files and files.kind(METRICS) else []
+    rows: list[Any] = (
+        metrics_file.read_metrics(files, METRICS) if files and files.kind(METRICS) else []
+    )
     steps = [r for r in rows if "seconds" in r]
     # The first step compiles and warms up, so it only counts if it is the only one.
     pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]

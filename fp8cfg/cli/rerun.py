@@ -184,7 +184,7 @@ def _losses(folder: RunFolder) -> Losses:
     try:
         if folder.files.size(METRICS) > MAX_METRICS:
             raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
-        rows: list[Any] = metrics_file.read(folder.files, METRICS)
+        rows: list[Any] = metrics_file.read_metrics(folder.files, METRICS)
     except FileNotFoundError:
         raise ConfigError(f"{folder.metrics}: is not there") from None
     except (OSError, StrangeFile, ValueError) as e:

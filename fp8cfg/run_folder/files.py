@@ -24,7 +24,8 @@ from typing import Self
 
 from fp8cfg.schema.errors import Fp8cfgError
 
-_NEEDED = {os.open, os.stat, os.mkdir, os.rename, os.unlink}
+_REQUIRED_CALLS = {os.open, os.stat, os.mkdir, os.rename, os.unlink}
+"""System calls that must take paths relative to a folder descriptor."""
 
 
 class StrangeFile(Fp8cfgError):
@@ -48,7 +49,7 @@ class RunFolderNotWritable(RunFolderError):
 
 
 @contextmanager
-def writable(folder: Path, key: str = "") -> Iterator[None]:
+def convert_write_errors(folder: Path, key: str = "") -> Iterator[None]:
     """Context manager to convert OSError to RunFolderNotWritable.
 
     Args:
@@ -58,13 +59,13 @@ def writable(folder: Path, key: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = f"{key}={folder}:" if key else str(folder)
-        why = (
-            "it is no folder"
-            if os.path.exists(folder) and not os.path.isdir(folder)
-            else error.strerror or error
-        )
-        raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error
+        name = str(folder)
+        if key:
+            name = f"{key}={folder}:"
+        reason = error.strerror or str(error)
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            reason = "it is no folder"
+        raise RunFolderNotWritable(f"{name} cannot be written ({reason})") from error
 
 
 class FolderDescriptor:
@@ -76,7 +77,8 @@ class FolderDescriptor:
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
-        self.descriptor, self._path = descriptor, path
+        self.descriptor = descriptor
+        self._path = path
         # A finalizer closes the descriptor with the object, so callers need no `with` block.
         self.close = weakref.finalize(self, os.close, descriptor)
 
@@ -92,7 +94,7 @@ class FolderDescriptor:
         """
         if not isinstance(folder, Path):
             return folder
-        if _NEEDED - os.supports_dir_fd:
+        if _REQUIRED_CALLS - os.supports_dir_fd:
             raise OSError(
                 errno.ENOTSUP,
                 "this system cannot open files relative to a folder, and so not without following"
@@ -104,22 +106,24 @@ class FolderDescriptor:
     def path(self) -> Path:
         """Current path of the folder. The original path if the current one is unknown."""
         with suppress(OSError):
-            return self._found() or self._path
+            return self._current_path() or self._path
         return self._path
 
     @property
-    def there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the folder still exists. True if the system cannot tell."""
         with suppress(OSError):
-            return self._found() is not None
+            return self._current_path() is not None
         # An error here (no permission, a network file system) does not prove a deletion.
         return True
 
     @property
-    def reached(self) -> Path:
+    def stable_path(self) -> Path:
         """Path for libraries that need one. On Linux it stays valid after a rename."""
-        through = Path(f"/proc/self/fd/{self.descriptor}")
-        return through if sys.platform == "linux" and through.exists() else self.path
+        link = Path(f"/proc/self/fd/{self.descriptor}")
+        if sys.platform == "linux" and link.exists():
+            return link
+        return self.path
 
     def kind(self, name: str) -> str:
         """Returns the type of a file.
@@ -130,12 +134,16 @@ class FolderDescriptor:
         Returns:
             "file", "folder", "strange" (a link, a pipe or a device), or "" if it does not exist.
         """
-        parts, found = Path(name).parts, "folder"
-        for count in range(1, len(parts) + 1):  # each parent too: stat would follow a link there
-            found = self._kind(Path(*parts[:count]))
-            if found != "folder":
-                return found if found == "strange" or count == len(parts) else ""
-        return found
+        parts = Path(name).parts
+        # Each parent too: stat would follow a link there.
+        for depth in range(1, len(parts) + 1):
+            kind = self._kind_of_last(Path(*parts[:depth]))
+            is_parent = depth < len(parts)
+            if is_parent and kind == "file":
+                return ""
+            if kind != "folder":
+                return kind
+        return "folder"
 
     def names(self) -> list[str]:
         """Returns the names in the folder, sorted."""
@@ -156,7 +164,7 @@ class FolderDescriptor:
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path / name))
-        raise self._strange(name)
+        raise self._strange_file(name)
 
     def open_at(self, name: str, flags: int, mode: int = 0o666) -> int:
         """Opens a file or a folder without following links, and returns its descriptor.
@@ -167,60 +175,62 @@ class FolderDescriptor:
             mode: Permission bits of a new file, before the umask.
         """
         # O_NOFOLLOW only covers the last part of a path, so each parent is opened separately.
-        *above, last = Path(name).parts
-        at = self.descriptor
+        *parents, last = Path(name).parts
+        folder = self.descriptor
         try:
-            for part in above:
-                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-                if at != self.descriptor:
-                    os.close(at)
-                at = inner
-            return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=at)
+            for parent in parents:
+                flags_of_parent = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                subfolder = os.open(parent, flags_of_parent, dir_fd=folder)
+                if folder != self.descriptor:
+                    os.close(folder)
+                folder = subfolder
+            return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
         except OSError as error:
             # A link is ELOOP, or ENOTDIR with O_DIRECTORY. A pipe without a reader, or a socket, is
             # ENXIO.
             if error.errno in (errno.ELOOP, errno.ENXIO) or (
                 error.errno == errno.ENOTDIR and self.kind(name) == "strange"
             ):
-                raise self._strange(name) from None
+                raise self._strange_file(name) from None
             raise OSError(error.errno, error.strerror, str(self.path / name)) from None
         finally:
-            if at != self.descriptor:
-                os.close(at)
+            if folder != self.descriptor:
+                os.close(folder)
 
-    def _kind(self, name: Path) -> str:
+    def _kind_of_last(self, name: Path) -> str:
         """Returns the type of `name` like `kind`, but follows links in its parents."""
         try:
             mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return ""
-        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
+        if stat.S_ISREG(mode):
+            return "file"
+        if stat.S_ISDIR(mode):
+            return "folder"
+        return "strange"
 
-    def _strange(self, name: str) -> StrangeFile:
+    def _strange_file(self, name: str) -> StrangeFile:
         """Returns the error for a link, a pipe or a device."""
-        what = (
-            "is no file or folder but a link, a pipe or a device; none is followed in a run folder"
+        return StrangeFile(
+            f"{self.path / name}: is no file or folder but a link, a pipe or a device; none is"
+            " followed in a run folder"
         )
-        return StrangeFile(f"{self.path / name}: {what}")
 
-    def _found(self) -> Path | None:
+    def _current_path(self) -> Path | None:
         """Returns a path of the open folder, or None if it was deleted."""
-        mine = os.fstat(self.descriptor)
+        folder = os.fstat(self.descriptor)
         # The user's path first: messages should have it unless the folder was renamed.
-        for path in (self._path, self._said_by_the_system()):
+        for path in (self._path, self._kernel_path()):
             with suppress(FileNotFoundError, NotADirectoryError):
-                if os.path.samestat(os.stat(path), mine):
+                if os.path.samestat(os.stat(path), folder):
                     return path
         return None
 
-    def _said_by_the_system(self) -> Path:
+    def _kernel_path(self) -> Path:
         """Returns the path that the kernel has for the descriptor."""
         if hasattr(fcntl, "F_GETPATH"):  # macOS
-            return Path(
-                os.fsdecode(
-                    fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
-                )
-            )
+            path = fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024))
+            return Path(os.fsdecode(path.rstrip(b"\0")))
         return Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
 
 
@@ -289,18 +299,17 @@ class RunFiles(FolderDescriptor):
             name: Path relative to the folder.
             mode: Permission bits, before the umask.
         """
-        new = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
-        with open(
-            self.open_at(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0
-        ) as file:
+        new_name = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
+        descriptor = self.open_at(new_name, os.O_RDWR | os.O_APPEND | _NEW, mode)
+        with open(descriptor, "ab", buffering=0) as file:
             try:
                 yield file
                 # Sync before the rename. Otherwise a power loss could leave an empty file.
                 os.fsync(file.fileno())
-                self.rename(new, name)
+                self.rename(new_name, name)
             except BaseException:
                 with suppress(OSError):
-                    os.unlink(new, dir_fd=self.descriptor)
+                    os.unlink(new_name, dir_fd=self.descriptor)
                 raise
 
     def replace(self, name: str, data: bytes, mode: int = 0o666) -> None:
@@ -324,7 +333,7 @@ class RunFiles(FolderDescriptor):
             finally:
                 os.unlink(name, dir_fd=self.descriptor)
 
-    def shared(self, name: str) -> int:
+    def open_lock_file(self, name: str) -> int:
         """Opens a lock file for reading and writing, and creates it if needed.
 
         Returns:
@@ -354,7 +363,7 @@ class RunFiles(FolderDescriptor):
         """Deletes a folder and its contents. Links in it are deleted, but not their targets."""
         shutil.rmtree(name, ignore_errors, dir_fd=self.descriptor)
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Returns the free space of the disk in bytes."""
         return shutil.disk_usage(self.descriptor).free
 
@@ -372,10 +381,11 @@ class RunFiles(FolderDescriptor):
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """Writes all bytes to an unbuffered file. Raises OSError."""
-    left = memoryview(data)
+    unwritten = memoryview(data)
     # write() may take fewer bytes: Linux writes at most 2 GiB per call.
-    while left:
-        left = left[file.write(left) :]
+    while unwritten:
+        num_written = file.write(unwritten)
+        unwritten = unwritten[num_written:]
 
 
 def sync(descriptor: int) -> None:

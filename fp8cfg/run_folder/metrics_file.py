@@ -17,7 +17,7 @@ MEASURED = ("time", "seconds", "tokens_per_second", "memory")
 """Fields of metrics.jsonl that differ between two equal runs."""
 
 
-def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
+def read_metrics(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     """Reads a metrics file. Skips an incomplete last line.
 
     Args:
@@ -32,25 +32,31 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
         StrangeFile: The file is not a regular file.
         ValueError: A line is not a JSON object with a step.
     """
-    folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
-    name = name or Path(path).name  # type: ignore[arg-type]
-    shown = folder.path / name  # outside the loop, because each access is a system call
+    if isinstance(path, RunFiles):
+        folder = path
+    else:
+        folder = RunFiles.at(Path(path).parent)
+        name = Path(path).name
+    full_path = folder.path / name  # outside the loop, because each access is a system call
+    rows = []
     with folder.open(name) as file:
-        return [
-            parse(f"{shown}:{number}", line) for number, line in enumerate(complete_lines(file), 1)
-        ]
+        for number, line in enumerate(complete_lines(file), 1):
+            rows.append(parse_line(f"{full_path}:{number}", line))
+    return rows
 
 
-def writable(value: Value) -> Value:
+def to_json_value(value: Value) -> Value:
     """Returns a value that JSON can represent. See NON_FINITE."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
         return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    if value > 0:
+        return "Infinity"
+    return "-Infinity"
 
 
-def parse(place: str, line: bytes) -> dict[str, Any]:
+def parse_line(place: str, line: bytes) -> dict[str, Any]:
     """Parses one line of a metrics file.
 
     Args:
@@ -76,7 +82,9 @@ def parse(place: str, line: bytes) -> dict[str, Any]:
         )
     values = {}
     for name, value in raw.items():
-        values[name] = NON_FINITE.get(value, value) if isinstance(value, str) else value
+        values[name] = value
+        if isinstance(value, str) and value in NON_FINITE:
+            values[name] = NON_FINITE[value]
     return values
 
 

@@ -40,7 +40,7 @@ from fp8cfg.run_folder.files import (
     RunFolderError,
     RunFolderNotWritable,
     StrangeFile,
-    writable,
+    convert_write_errors,
 )
 from fp8cfg.run_folder.summary import run_folder_html
 from fp8cfg.schema.errors import ConfigError, folder_taken
@@ -86,7 +86,7 @@ def take_lock(files: RunFiles) -> FileIO:
         StrangeFile: The lock file is a link or another special file.
     """
     # No `with`: the file stays open as long as the run, and the lock with it.
-    file = open(files.shared(LOCK), "rb+", buffering=0)  # noqa: SIM115
+    file = open(files.open_lock_file(LOCK), "rb+", buffering=0)  # noqa: SIM115
     try:
         _lock(file)
     except OSError as error:
@@ -114,18 +114,22 @@ def _lock(file: FileIO) -> None:
     """
     for _ in range(LOCK_TRIES - 1):
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             time.sleep(LOCK_PAUSE)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-LOCK_TRIES, LOCK_PAUSE = 10, 0.01
-"""Number of tries to lock a run folder, and seconds between them."""
+LOCK_TRIES = 10
+"""Number of tries to lock a run folder."""
+LOCK_PAUSE = 0.01
+"""Seconds between two tries."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RUN_FORMAT = 2
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
-_OF_RUN_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN, SOURCES)
+_FILES_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN, SOURCES)
+"""Files of a run that has not done a step."""
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
@@ -140,8 +144,8 @@ class RunFolder:
     files: RunFiles
     _lock: FileIO | None = None
     is_new: bool = False  # this process created the run, in a new or empty folder
-    _made_folder: bool = False
-    _made_root: bool = False
+    _is_new_folder: bool = False
+    _is_new_root: bool = False
 
     @classmethod
     def create(
@@ -176,14 +180,21 @@ class RunFolder:
             raise RunFolderError(
                 f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them"
             )
-        with writable(folder or root, key):
-            made_folder = folder is None or not Path(folder).exists()
-            made_root = not (Path(folder).parent if folder else Path(root)).exists()
-            path = Path(folder) if folder else make_new_folder(Path(root), name, now)
+        with convert_write_errors(folder or root, key):
+            if folder is not None:
+                path = Path(folder)
+                is_new_folder = not path.exists()
+                is_new_root = not path.parent.exists()
+            else:
+                is_new_folder = True
+                is_new_root = not Path(root).exists()
+                path = make_new_folder(Path(root), name, now)
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             _refuse_run(files)
-            run = cls(files, take_lock(files), _made_folder=made_folder, _made_root=made_root)
+            run = cls(files, take_lock(files))
+            run._is_new_folder = is_new_folder
+            run._is_new_root = is_new_root
             try:
                 _refuse_run(files)  # again: another process may have run before we got the lock
                 run.is_new = True
@@ -245,16 +256,16 @@ class RunFolder:
         """
         try:
             return cls(RunFiles.at(Path(path)))
-        except (OSError, ValueError) as e:
-            if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
-                raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                raise RunFolderError(f"{str(path)[:40]}...: {error.strerror}") from None
             if Path(path).is_file():
-                why = "not a run folder, but a file"
-            elif isinstance(e, FileNotFoundError | NotADirectoryError):
-                why = "run folder not found; check the path, or list your runs with fp8cfg runs"
+                problem = "not a run folder, but a file"
+            elif isinstance(error, FileNotFoundError | NotADirectoryError):
+                problem = "run folder not found; check the path, or list your runs with fp8cfg runs"
             else:
-                why = f"not a run folder ({e})"
-            raise RunFolderError(f"{path}: {why}") from None
+                problem = f"not a run folder ({error})"
+            raise RunFolderError(f"{path}: {problem}") from None
 
     @property
     def path(self) -> Path:
@@ -323,11 +334,15 @@ class RunFolder:
         path = self.path / name
         try:
             return from_yaml(plain_text(self.files.read(name), path), config_dir)
-        except OSError as e:
-            raise RunFolderError(f"{path}: cannot be read ({e.strerror})") from None
-        except ConfigError as e:
-            lines = [p.removeprefix("YAML: ").removeprefix(f"{path}: ") for p in e.problems]
-            raise ConfigError([f"{path}: {line}" for line in lines]) from None
+        except OSError as error:
+            raise RunFolderError(f"{path}: cannot be read ({error.strerror})") from None
+        except ConfigError as error:
+            # Some of these messages have a prefix or the path already.
+            lines = []
+            for problem in error.problems:
+                line = problem.removeprefix("YAML: ").removeprefix(f"{path}: ")
+                lines.append(f"{path}: {line}")
+            raise ConfigError(lines) from None
 
     def past_recipes(self) -> list[tuple[int, Recipe]]:
         """Returns earlier recipes of the run, each with the last step that used it.
@@ -338,29 +353,33 @@ class RunFolder:
 
     def keep_recipe(self, step: int, text: str) -> None:
         """Saves `text` as the recipe of the steps up to `step`. Raises RunFolderNotWritable."""
-        with writable(self.path):
+        with convert_write_errors(self.path):
             self.files.replace(f"recipe-until-step-{step}.yaml", text.encode())
 
     def forget_recipes(self, step: int) -> None:
         """Deletes past recipes that ended at `step` or later, before the run resumes from `step`."""
-        with writable(self.path):
+        with convert_write_errors(self.path):
             for last, name in self._past_names():
                 if last >= step:
                     self.files.unlink(name)
 
     def _past_names(self) -> list[tuple[int, str]]:
         """Returns the last step and the file name of each past recipe, in order."""
-        matches = [PAST_RECIPE.fullmatch(name) for name in self.files.names()]
-        return sorted((int(match[1]), match[0]) for match in matches if match)
+        steps_and_names = []
+        for name in self.files.names():
+            match = PAST_RECIPE.fullmatch(name)
+            if match:
+                steps_and_names.append((int(match[1]), name))
+        return sorted(steps_and_names)
 
     def write_recipe(self, text: str) -> None:
         """Replaces recipe.yaml by `text`. Raises RunFolderNotWritable."""
-        with writable(self.path):
+        with convert_write_errors(self.path):
             self.files.replace(RECIPE, text.encode())
 
     def check_there(self) -> None:
         """Raises RunFolderDeleted if the folder or its recipe no longer exists."""
-        if not self.files.there or not self.files.kind(RECIPE):
+        if not self.files.exists or not self.files.kind(RECIPE):
             raise RunFolderDeleted(
                 f"{self.path}: was deleted while the run used it; nothing can be saved any more"
             )
@@ -374,7 +393,9 @@ class RunFolder:
             environment = json.loads(self.files.read(ENVIRONMENT))
         except (OSError, ValueError, RecursionError, StrangeFile):
             return
-        run_format = environment.get("run_format", 0) if isinstance(environment, dict) else 0
+        run_format = 0
+        if isinstance(environment, dict):
+            run_format = environment.get("run_format", 0)
         if run_format != RUN_FORMAT:
             raise OtherRunFormat(
                 f"{self.path}: has run folder format {run_format!r}, but this version of fp8cfg"
@@ -396,9 +417,9 @@ class RunFolder:
                 self.files.remove(name)
             else:
                 self.files.unlink(name)
-        if self._made_folder:
+        if self._is_new_folder:
             path.rmdir()
-        if self._made_root:
+        if self._is_new_root:
             path.parent.rmdir()
 
     def _is_unused(self) -> bool:
@@ -406,15 +427,21 @@ class RunFolder:
         for name in self.files.names():
             kind = self.files.kind(name)
             if name in (METRICS, FP8_STATS):
-                unused = kind == "file" and self.files.size(name) == 0
+                is_unused = kind == "file" and self.files.size(name) == 0
             elif name == CHECKPOINTS:
-                unused = kind == "folder" and not self.files.folder(name).names()
+                is_unused = kind == "folder" and not self.files.folder(name).names()
             elif name == TENSORBOARD:
-                events = self.files.folder(name).names() if kind == "folder" else [""]
-                unused = all(event.startswith("events.out.tfevents") for event in events)
+                is_unused = kind == "folder" and self._has_only_events(name)
             else:
-                unused = kind == "file" and name in (*_OF_RUN_WITHOUT_STEPS, REQUEST)
-            if not unused:
+                is_unused = kind == "file" and name in (*_FILES_WITHOUT_STEPS, REQUEST)
+            if not is_unused:
+                return False
+        return True
+
+    def _has_only_events(self, name: str) -> bool:
+        """Returns whether the folder `name` has only event files of TensorBoard."""
+        for file_name in self.files.folder(name).names():
+            if not file_name.startswith("events.out.tfevents"):
                 return False
         return True
 
@@ -426,8 +453,9 @@ class RunFolder:
             RunFolderNotWritable: The folder cannot be written.
             StrangeFile: The lock file is not a regular file.
         """
-        with writable(self.path):
-            self._lock = self._lock or take_lock(self.files)
+        with convert_write_errors(self.path):
+            if self._lock is None:
+                self._lock = take_lock(self.files)
 
     def close(self) -> None:
         """Releases the lock. You can call it again."""
@@ -452,15 +480,15 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
     Raises:
         RunFolderNotWritable: No file can be written, or the disk has too little free space.
     """
-    shown = folder.path if isinstance(folder, RunFiles) else folder
-    with writable(shown):
+    path = folder.path if isinstance(folder, RunFiles) else folder
+    with convert_write_errors(path):
         files = RunFiles.at(folder)
         # Write a file. Permission bits do not tell about a full disk, a read-only mount, or root.
         files.probe()
-        free = files.free()
-    if free < need_bytes:
+        free_bytes = files.free_bytes()
+    if free_bytes < need_bytes:
         raise RunFolderNotWritable(
-            f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free"
+            f"{path}: not enough space: needs {need_bytes} bytes, {free_bytes} are free"
         )
 
 

@@ -32,7 +32,7 @@ def read_history(files: RunFiles) -> list[dict[str, Any]]:
     if not files.kind(METRICS):
         return []
     rows: dict[int, dict[str, Any]] = {}
-    for row in metrics_file.read(files, METRICS):
+    for row in metrics_file.read_metrics(files, METRICS):
         step = row["step"]
         assert isinstance(step, int)
         rows.setdefault(step, {}).update(row)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.metrics_file import writable
+from fp8cfg.run_folder.metrics_file import to_json_value
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.schema.keys import short, shown
@@ -420,4 +420,4 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, Node):
         return _plain(value.model_dump())
-    return str(value) if isinstance(value, Path) else writable(value)
+    return str(value) if isinstance(value, Path) else to_json_value(value)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8cfg.run_folder.file_names import FP8_STATS
 from fp8cfg.run_folder.files import RunFiles, RunFolderError, StrangeFile
-from fp8cfg.run_folder.metrics_file import complete_lines, parse
+from fp8cfg.run_folder.metrics_file import complete_lines, parse_line
 from fp8cfg.schema.errors import printable
 from fp8cfg.studies.decimation import Floats, Reduction, merge_columns
 
@@ -149,7 +149,7 @@ class _Reader:
 
     def add(self, place: str, line: bytes) -> None:
         """Adds a line of the file. Raises ValueError if it is damaged."""
-        values = parse(place, line)
+        values = parse_line(place, line)
         try:
             row = values["layer"], values["tensor"]
             numbers = [_number(values[name]) for name in STATISTICS]

@@ -126,7 +126,7 @@ def run_name(folder: Path) -> str:
 def read_rows(files: RunFiles) -> list[dict[str, Any]]:
     """Reads metrics.jsonl, sorted by step. Raises RunFolderError if it is damaged."""
     try:
-        rows: list[dict[str, Any]] = list(metrics_file.read(files, METRICS))
+        rows: list[dict[str, Any]] = list(metrics_file.read_metrics(files, METRICS))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, StrangeFile) as error:

@@ -94,7 +94,7 @@ class RunSummary:
     def as_data(self) -> dict[str, Any]:
         """Returns plain data for JSON. NaN and infinities are strings such as "NaN"."""
         values = asdict(self) | {"folder": str(self.folder)}
-        return {name: metrics_file.writable(value) for name, value in values.items()}
+        return {name: metrics_file.to_json_value(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def _last_rows(run: RunFolder, data: bytes) -> list[dict[str, Any]]:
     first = data.count(b"\n") - len(lines) + 1
     for number, line in enumerate(lines, first):
         try:
-            row = metrics_file.parse(f"{path}:{number}", line)
+            row = metrics_file.parse_line(f"{path}:{number}", line)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if "loss" in row:

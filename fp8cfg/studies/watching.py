@@ -113,7 +113,7 @@ class MetricsTail:
         self._position += len(complete)
         place = str(self._files.path / METRICS)
         try:
-            rows = [metrics_file.parse(place, line) for line in complete.splitlines()]
+            rows = [metrics_file.parse_line(place, line) for line in complete.splitlines()]
         except ValueError as error:
             raise RunFolderError(printable(str(error))) from None
         if not rows:

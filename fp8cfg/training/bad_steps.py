@@ -31,7 +31,7 @@ from fp8cfg.numerics.stored_state import RAN, ROUNDING_COUNT
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, SKIPPED_STEPS
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.metrics_file import NON_FINITE, Value, read, writable
+from fp8cfg.run_folder.metrics_file import NON_FINITE, Value, read_metrics, to_json_value
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.training.step import StepResult
 
@@ -185,7 +185,7 @@ class BadSteps:
             return
         data = {}
         for step, each in sorted(self.skipped.items()):
-            fields = {name: writable(value) for name, value in asdict(each).items()}
+            fields = {name: to_json_value(value) for name, value in asdict(each).items()}
             del fields["step"]
             data[str(step)] = fields
         try:
@@ -242,7 +242,7 @@ class BadSteps:
         """Returns the last losses up to step `done`. The first rank reads them for all."""
         losses: list[float] = []
         if self._run and self._run.files.kind(METRICS):
-            for row in read(self._run.files, METRICS):
+            for row in read_metrics(self._run.files, METRICS):
                 loss, step = row.get("loss"), row["step"]
                 is_good = isinstance(loss, float) and math.isfinite(loss) and row.get("stepped")
                 if is_good and isinstance(step, int) and step <= done:

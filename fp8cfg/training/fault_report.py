@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fp8cfg.run_folder.metrics_file import writable
+from fp8cfg.run_folder.metrics_file import to_json_value
 from fp8cfg.schema.errors import printable
 from fp8cfg.training.module_checks import PHASES, BadTensor
 from fp8cfg.training.overflow_watch import WARNING_RATIO
@@ -167,4 +167,4 @@ def _to_json(value: Any) -> Any:
         return {key: _to_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_to_json(each) for each in value]
-    return writable(value)
+    return to_json_value(value)

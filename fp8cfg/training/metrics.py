@@ -16,8 +16,7 @@ from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.file_names import FP8_STATS, METRICS
 from fp8cfg.run_folder.files import RunFiles, write_all
-from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse, writable
-from fp8cfg.run_folder.metrics_file import read as read
+from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse_line, to_json_value
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.step import count_microbatches
 
@@ -77,7 +76,7 @@ class MetricsLog:
         path = self._folder.path / self._name
         next_step = 1  # without a line so far
         for number, line in enumerate(lines, 1):
-            values = parse(f"{path}:{number}", line)
+            values = parse_line(f"{path}:{number}", line)
             step = values["step"]
             if step > done:
                 continue
@@ -104,7 +103,7 @@ class MetricsLog:
         fields: dict[str, Value] = {"step": step}
         for name, value in values.items():
             if name != "step":
-                fields[name] = writable(value)
+                fields[name] = to_json_value(value)
         self._unwritten += json.dumps(fields, allow_nan=False).encode() + b"\n"
         try:
             self._flush()

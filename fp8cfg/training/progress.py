@@ -21,7 +21,7 @@ from rich.text import Text
 from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.planning.hardware import gpu_of_device
 from fp8cfg.planning.layer_plan import plan_layers
-from fp8cfg.run_folder.metrics_file import writable
+from fp8cfg.run_folder.metrics_file import to_json_value
 from fp8cfg.schema import messages
 from fp8cfg.schema.messages import LEVELS, Say
 from fp8cfg.schema.tables import size
@@ -166,7 +166,7 @@ class Progress:
             self._live = None
 
     def _print_json(self, values: dict[str, Any]) -> None:
-        line = json.dumps({name: writable(value) for name, value in values.items()})
+        line = json.dumps({name: to_json_value(value) for name, value in values.items()})
         print(line, flush=True)
 
     def _line(self) -> str:

@@ -29,7 +29,7 @@ from fp8cfg.planning.preflight import check_layout
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, RECIPE
 from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
-from fp8cfg.run_folder.metrics_file import read
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.run_folder.sources import write_sources
 from fp8cfg.schema import messages
@@ -248,7 +248,7 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
         raise
     finally:
         # A user may have deleted or moved the folder during the run.
-        if run.files.there and run.path != path:
+        if run.files.exists and run.path != path:
             say(labeled("run folder", printable(str(run.path))))
         run.close()
 
@@ -443,7 +443,7 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
     interval = recipe.checkpoint.every_n_steps
     if not interval or not run.files.kind(METRICS):
         return
-    steps = [row["step"] for row in read(run.files, METRICS)]
+    steps = [row["step"] for row in read_metrics(run.files, METRICS)]
     num_done = max((step for step in steps if isinstance(step, int)), default=0)
     max_steps_without = interval
     if recipe.checkpoint.async_save:
@@ -551,7 +551,7 @@ def _check_metrics(run: RunFolder) -> None:
     """Raises ConfigError if metrics.jsonl is damaged. Runs before the job is built."""
     try:
         if run.files.kind(METRICS):
-            read(run.files, METRICS)
+            read_metrics(run.files, METRICS)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -148,10 +148,10 @@ def test_files_are_opened_part_by_part_and_never_through_a_link(tmp_path: Path) 
     assert (
         files.path == tmp_path / "out"
         and (tmp_path / "out" / "new").read_bytes() == b"1"
-        and files.there
+        and files.exists
     )
     shutil.rmtree(tmp_path / "out")
-    assert not files.there
+    assert not files.exists
     with pytest.raises(FileNotFoundError):
         files.replace("new", b"1")
     with pytest.raises(FileNotFoundError):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.run_folder.metrics_file import read
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.loggers import run_loggers, tensorboard
 from fp8cfg.training.loggers.interface import LoggedRun
@@ -78,7 +78,7 @@ def logs_to(name: str) -> pytest.MarkDecorator:
 
 def metric(run: Path, name: str) -> dict[int, float]:
     """Value of each step in metrics.jsonl."""
-    return {row["step"]: row[name] for row in read(run / "metrics.jsonl") if name in row}
+    return {row["step"]: row[name] for row in read_metrics(run / "metrics.jsonl") if name in row}
 
 
 @logs_to("tensorboard")
@@ -226,7 +226,7 @@ def train_with(
     result = fp8cfg.fit(job, tmp_path / "run", say=said.append)
     assert result.steps == 3
     warnings = [" ".join(text.split()) for text in said if text.startswith("warning")]
-    return read(tmp_path / "run" / "metrics.jsonl"), warnings
+    return read_metrics(tmp_path / "run" / "metrics.jsonl"), warnings
 
 
 @pytest.mark.parametrize("method", ["__init__", "write", "save", "close"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.run_folder.metrics_file import read
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import loop
@@ -28,7 +28,7 @@ def fit(folder: Path, *words: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[Any]:
-    return [row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
 
 
 def trace(folder: Path) -> dict[str, list[dict[str, Any]]]:
