@@ -24,8 +24,7 @@ from pathlib import Path
 import command
 from measure_bytes import counts, rows
 
-from fp8cfg.run_folder.metrics_file import MEASURED
-from fp8cfg.training.metrics import read
+from fp8cfg.run_folder.metrics_file import MEASURED, read_metrics
 
 WORDS = [
     "recipe=llama_tiny",
@@ -48,7 +47,7 @@ def losses(root: Path) -> list[dict[str, object]]:
     (folder,) = root.iterdir()
     return [
         {k: v for k, v in line.items() if k not in MEASURED}
-        for line in read(folder / "metrics.jsonl")
+        for line in read_metrics(folder / "metrics.jsonl")
     ]
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fp8cfg.cli.argv import split
-from fp8cfg.run_folder.environment import inventory
+from fp8cfg.run_folder.environment import describe_machine
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.sections import Section, print_sections
 from fp8cfg.schema.tables import size, table, wrapped
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
         )
-    found = inventory()
+    found = describe_machine()
     if "--json" in arguments.flags:
         print(json.dumps(found, indent=1))
     else:
@@ -49,7 +49,7 @@ def report(found: dict[str, Any]) -> list[Section]:
     """Formats the inventory.
 
     Args:
-        found: Result of `inventory`.
+        found: Result of `describe_machine`.
     """
     gpus = [
         f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"

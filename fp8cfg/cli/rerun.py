@@ -17,7 +17,7 @@ from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder import metrics_file
-from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.run_folder.environment import collect_environment, compare_environments
 from fp8cfg.run_folder.file_names import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.run_folder import RunFolder
@@ -122,7 +122,7 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     if then is not None:
         then.pop("run_format", None)  # about the folder, not the machine
-        lines += differences(then, environment())
+        lines += compare_environments(then, collect_environment())
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
     if (
         digest

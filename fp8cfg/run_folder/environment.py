@@ -1,7 +1,7 @@
 """Environment record: versions, machine, code and variables that can change a run's results.
 
-`inventory` describes a machine for `fp8cfg doctor`. `environment` describes a run and is saved in
-its run folder.
+`describe_machine` is for `fp8cfg doctor`. `collect_environment` describes a run and is saved in its
+run folder.
 """
 
 from __future__ import annotations
@@ -38,20 +38,17 @@ PACKAGES = [
     "safetensors",
     "torchao",
     "msamp",
-]
-PACKAGES += [
     "transformer-engine",
     "transformer-engine-torch",
     "transformer-engine-cu12",
     "transformer-engine-cu13",
 ]
-PACKAGES += [
-    package
-    for name in BACKENDS
-    for package in capabilities(name).distributions
-    if package not in PACKAGES
-]
 """Packages whose versions may change results."""
+# A backend of another package has its own.
+for _backend in BACKENDS:
+    for _package in capabilities(_backend).distributions:
+        if _package not in PACKAGES:
+            PACKAGES.append(_package)
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 """Variables with such a name are neither printed nor saved."""
 INSTALL_VARIABLES = {
@@ -87,7 +84,7 @@ Sources: documentation of Transformer Engine, cuBLAS and torch.
 """
 
 
-def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def describe_machine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Describes this machine as plain data, as `fp8cfg doctor` prints it.
 
     Args:
@@ -97,36 +94,36 @@ def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         Versions, devices, free memory in bytes, the variables with an effect, and whether each
         precision preset runs on each backend. JSON values only.
     """
-    hardware, devices = _torch()
+    hardware, devices = _find_devices()
+    variables = {}
+    for name, value in sorted(environ.items()):
+        # All NVTE_ variables: newer versions of Transformer Engine have more than this table.
+        has_effect = name in INSTALL_VARIABLES or name.startswith("NVTE_")
+        if has_effect and not SECRET.search(name):
+            variables[name] = {"value": value, "effect": INSTALL_VARIABLES.get(name, "")}
+    precisions = {}
+    for preset, precision in _load_presets().items():
+        precisions[preset] = {
+            backend: backend_support(precision, backend, hardware) for backend in BACKENDS
+        }
     return {
         "fp8cfg": __version__,
         "python": platform.python_version(),
         "os": platform.platform(),
-        # cpu_count() ignores the affinity mask that containers and taskset set. macOS has no mask.
-        "cores": (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
+        "cores": _count_cores(),
         "free_memory": free_memory("cpu"),
         **devices,
-        "driver": _driver(),
-        "compiler": _compiler(),
+        "driver": _driver_version(),
+        "compiler": _compiler_version(),
         "packages": {
             name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")
         },
-        # All NVTE_ variables: newer versions of Transformer Engine have more than this table.
-        "variables": {
-            k: {"value": v, "effect": INSTALL_VARIABLES.get(k, "")}
-            for k, v in sorted(environ.items())
-            if (k in INSTALL_VARIABLES or k.startswith("NVTE_")) and not SECRET.search(k)
-        },
-        "precision": {
-            preset: {backend: can(precision, backend, hardware) for backend in BACKENDS}
-            for preset, precision in _presets().items()
-        },
+        "variables": variables,
+        "precision": precisions,
     }
 
 
-def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
+def backend_support(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     """Returns whether a backend runs a precision: "runs", "emulated", or the reason why not.
 
     Args:
@@ -138,57 +135,73 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
         return "torch is not installed"
     if not precision.fp8.enabled:
         # Without FP8 all backends would run the same GEMMs. Only the reference backend lists them.
-        other = "no FP8 in this preset: torch runs the GEMMs for every backend"
-        return "runs" if backend == registry.REFERENCE else other
-    if problem := registry.problem(backend):
+        if backend == registry.REFERENCE:
+            return "runs"
+        return "no FP8 in this preset: torch runs the GEMMs for every backend"
+    problem = registry.problem(backend)
+    if problem:
         return f"backend={backend}: {problem}"
     rules = registry.rules(backend)
-    if why := rules.unavailable() or "; ".join(map(str, rules.refusals(precision, hardware))):
-        return why
-    return "emulated" if rules.product(precision, hardware)[0] == "emulate" else "runs"
+    problem = rules.unavailable()
+    if not problem:
+        problem = "; ".join(map(str, rules.refusals(precision, hardware)))
+    if problem:
+        return problem
+    product, *_ = rules.product(precision, hardware)
+    if product == "emulate":
+        return "emulated"
+    return "runs"
 
 
-def _presets() -> dict[str, Precision]:
+def _load_presets() -> dict[str, Precision]:
     """Returns the shipped precision presets by name."""
     library = Library()
-    return {
-        name: Precision(**node("precision", name, library)) for name in library.choices("precision")
-    }
+    presets = {}
+    for name in library.choices("precision"):
+        presets[name] = Precision(**node("precision", name, library))
+    return presets
 
 
-def _torch() -> tuple[Hardware | None, dict[str, Any]]:
+def _count_cores() -> int | None:
+    """Returns the number of CPU cores that this process may use."""
+    # cpu_count() ignores the affinity mask that containers and taskset set. macOS has no mask.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _find_devices() -> tuple[Hardware | None, dict[str, Any]]:
     """Returns the hardware of a run (None without torch), and torch's CUDA version and GPUs."""
     try:
         import torch
-    except (ImportError, OSError) as e:  # OSError: a shared library of torch cannot be loaded
-        return None, {"cuda": None, "gpus": [], "torch_problem": str(e).splitlines()[0]}
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch cannot be loaded
+        return None, {"cuda": None, "gpus": [], "torch_problem": str(error).splitlines()[0]}
     gpus = []
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
         gpus.append(
-            {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory": p.total_memory}
+            {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory": gpu.total_memory}
         )
     return find_hardware("auto"), {"cuda": torch.version.cuda, "gpus": gpus, "torch_problem": None}
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     """Returns the version of NVIDIA's kernel module, None without one."""
     # Not from nvidia-smi: a container may lack it.
     try:
-        found = re.search(
-            r"Module\s.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text()
-        )
+        text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    return found[1] if found else None
+    match = re.search(r"Module\s.*?(\d+\.[\d.]+)", text)
+    return match[1] if match else None
 
 
-def _compiler() -> str | None:
+def _compiler_version() -> str | None:
     """Returns the first line of `g++ --version`, None without g++."""
     if shutil.which("g++") is None:
         return None
-    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    return done.stdout.partition("\n")[0] or None
+    process = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
+    return process.stdout.partition("\n")[0] or None
 
 
 VARIABLES = {
@@ -227,7 +240,7 @@ NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)"
 """Entries that may differ between two runs without an effect on results."""
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Describes this process for environment.json.
 
     Returns:
@@ -236,28 +249,33 @@ def environment() -> dict[str, Any]:
     """
     import torch  # inside: readers of run folders do not need it
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = {"fp8cfg": __version__}
+    for name in PACKAGES:
+        version = installed_version(name)
+        if version:
+            packages[name] = version
+    variables = {}
+    for name, value in sorted(os.environ.items()):
+        if name in VARIABLES:
+            variables[name] = value
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": (
-            {"fp8cfg": __version__}
-            | {name: version for name in PACKAGES if (version := installed_version(name))}
-        ),
+        "packages": packages,
         "cuda": torch.version.cuda,
         "os": platform.platform(),
         "host": socket.gethostname(),
-        "cpu": _cpu(),
+        "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "code": _code(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES},
+        "code": _code_version(),
+        "variables": variables,
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def compare_environments(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Compares two environment records.
 
     Args:
@@ -267,13 +285,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Returns:
         One line per difference, as "key: then -> now".
     """
-    old, new = _flat(before), _flat(now)
+    old = _flatten(before)
+    new = _flatten(now)
+    lines = []
     # Keys of `now` first: their order is ours, the file may have any.
-    lines = [
-        f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
-        for key in {**new, **old}
-        if old.get(key) != new.get(key) and not NO_DIFFERENCE.fullmatch(key)
-    ]
+    for key in {**new, **old}:
+        if old.get(key) == new.get(key) or NO_DIFFERENCE.fullmatch(key):
+            continue
+        lines.append(f"{key}: {_format_value(old.get(key))} -> {_format_value(new.get(key))}")
     # The commits can be equal although the code is not.
     if old.get("code.dirty") is True and new.get("code.dirty") is True:
         lines.append(
@@ -282,61 +301,67 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _flat(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Flattens nested mappings to dotted keys. `at` is the prefix of the keys."""
-    out: dict[str, Any] = {}
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested mappings to dotted keys."""
+    flat: dict[str, Any] = {}
     for key, value in data.items():
-        out |= (
-            _flat(value, f"{at}{key}.")
-            if isinstance(value, Mapping)
-            else {_plain(at + str(key)): value}
-        )
-    return out
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[_to_printable(f"{prefix}{key}")] = value
+    return flat
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Formats a value in one line. None and empty lists are "none"."""
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "none" if value in (None, []) else _plain(text)
+    if value in (None, []):
+        return "none"
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return _to_printable(str(value))
 
 
-def _plain(text: str) -> str:
+def _to_printable(text: str) -> str:
     """Returns at most 100 printable characters of `text`."""
     # The text may come from somebody else's file. Escape sequences could control the terminal.
-    return "".join(c if c.isprintable() else "?" for c in text[:100])
+    characters = [char if char.isprintable() else "?" for char in text[:100]]
+    return "".join(characters)
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     """Returns the name of the CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
     # Arm kernels and other systems have no "model name".
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    if match:
+        return match[1]
+    return platform.processor() or platform.machine()
 
 
-def _code() -> dict[str, Any] | None:
+def _code_version() -> dict[str, Any] | None:
     """Returns the commit of this code and whether it has changes. None if git does not track it."""
-    here = Path(__file__).resolve()
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+    file = Path(__file__).resolve()
+    folder = file.parent
+    if _run_git(folder, "ls-files", "--error-unmatch", file.name) is None:
         return None  # the package is installed in an environment inside another repository
-    commit, changes = (
-        _git(here.parent, "rev-parse", "HEAD"),
-        _git(here.parent, "status", "--porcelain"),
-    )
-    return {"commit": commit, "dirty": bool(changes)} if commit else None
+    commit = _run_git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changes = _run_git(folder, "status", "--porcelain")
+    return {"commit": commit, "dirty": bool(changes)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _run_git(folder: Path, *arguments: str) -> str | None:
     """Runs git in `folder` and returns its output, None if it fails."""
     # fsmonitor could start a daemon or a hook. Optional locks could disturb a user's git command.
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.run_folder.environment import environment
+from fp8cfg.run_folder.environment import collect_environment
 from fp8cfg.run_folder.file_names import (
     CHECKPOINTS,
     COVERAGE,
@@ -200,7 +200,7 @@ class RunFolder:
                 run.is_new = True
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
-                text = json.dumps({"run_format": RUN_FORMAT, **environment()}, indent=1)
+                text = json.dumps({"run_format": RUN_FORMAT, **collect_environment()}, indent=1)
                 files.replace(ENVIRONMENT, f"{text}\n".encode(), mode=0o600)
                 # The recipe comes last. Readers take a folder with recipe.yaml as complete.
                 run.write_recipe(recipe)

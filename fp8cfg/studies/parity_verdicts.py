@@ -16,7 +16,7 @@ from typing import Any
 
 from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.peak_memory import count_parameters
-from fp8cfg.run_folder.environment import differences
+from fp8cfg.run_folder.environment import compare_environments
 from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.schema.errors import ConfigError
@@ -276,7 +276,7 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
     before = _read_json(first.folder, ENVIRONMENT)
     lines: dict[str, None] = {}
     for run in all_runs:
-        lines |= dict.fromkeys(differences(before, _read_json(run.folder, ENVIRONMENT)))
+        lines |= dict.fromkeys(compare_environments(before, _read_json(run.folder, ENVIRONMENT)))
     # Two uncommitted states of the code cannot be compared, so their note would say nothing.
     found = [line for line in lines if not line.startswith(("command", "code: uncommitted"))]
     if found:

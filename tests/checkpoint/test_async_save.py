@@ -14,8 +14,7 @@ import fp8cfg
 from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.manifest import verify
 from fp8cfg.checkpoint.save import CheckpointError
-from fp8cfg.run_folder.metrics_file import MEASURED
-from fp8cfg.training.metrics import read
+from fp8cfg.run_folder.metrics_file import MEASURED, read_metrics
 from tests.support import whole_checkpoints
 from tests.support.ranks import ended, launch, running
 from tests.support.small import small, small_words
@@ -91,7 +90,7 @@ def test_steps_go_on_and_the_checkpoints_are_the_same(
         )
     stood = [
         line["save_seconds"]
-        for line in read(tmp_path / "beside" / "metrics.jsonl")
+        for line in read_metrics(tmp_path / "beside" / "metrics.jsonl")
         if "save_seconds" in line
     ]
     assert len(stood) == 4 and min(stood) > 0
@@ -170,7 +169,7 @@ def metrics(folder: Path) -> list[dict[str, object]]:
     A signal may come at any step, and the last save of a run that stops writes no row.
     """
     rows = []
-    for line in read(folder / "metrics.jsonl"):
+    for line in read_metrics(folder / "metrics.jsonl"):
         if "save_seconds" not in line:
             rows.append({key: value for key, value in line.items() if key not in MEASURED})
     return rows

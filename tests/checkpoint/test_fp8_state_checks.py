@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.training import metrics
+from fp8cfg.run_folder import metrics_file
 from tests.support.short_runs import fit
 
 State = dict[str, Tensor]
@@ -84,7 +84,7 @@ def test_it_starts_anew_where_that_is_asked_for(
     out = capsys.readouterr()
     line = "--recalibrate-fp8: reset scales and amax histories of 4 layers"
     assert line in out.out and "histories were reset" not in out.err
-    whole, anew = (metrics.read(run / "metrics.jsonl")[-1] for run in runs)
+    whole, anew = (metrics_file.read_metrics(run / "metrics.jsonl")[-1] for run in runs)
     # The weights are the same, and each tensor has a scale of its own first step again.
     assert anew["step"] == 5 and abs(float(anew["val_loss"]) / float(whole["val_loss"]) - 1) < 0.01
 

@@ -16,9 +16,8 @@ from fp8cfg.checkpoint import job_state, resume_rules
 from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_state import fit_history, stored_state_dict
-from fp8cfg.run_folder.metrics_file import MEASURED
+from fp8cfg.run_folder.metrics_file import MEASURED, read_metrics
 from fp8cfg.training.data import run_data
-from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
 from tests.support.ranks import launch
 from tests.support.short_runs import fit
@@ -207,7 +206,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 def metrics(folder: Path) -> list[dict[str, object]]:
     return [
         {k: v for k, v in line.items() if k not in MEASURED}
-        for line in read(folder / "metrics.jsonl")
+        for line in read_metrics(folder / "metrics.jsonl")
     ]
 
 
@@ -367,7 +366,7 @@ def test_a_step_is_chosen_and_later_checkpoints_are_set_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = fit(tmp_path, "checkpoint.every_n_steps=2", "checkpoint.keep=9")
-    whole = read(folder.metrics)
+    whole = read_metrics(folder.metrics)
     assert main(["resume", str(folder.path), "--step", "3"]) == 2
     assert "--step 3: no checkpoint of that step; there are: 2, 4" in capsys.readouterr().err
     assert main(["resume", str(folder.path), "--step", "x"]) == 2
@@ -378,7 +377,7 @@ def test_a_step_is_chosen_and_later_checkpoints_are_set_aside(
     assert "step-00000004 is later than --step 2: renamed to step-00000004.aside-1" in out
     names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["step-00000002", "step-00000004", "step-00000004.aside-1"]
-    again = read(folder.metrics)
+    again = read_metrics(folder.metrics)
     assert [row.get("loss") for row in again] == [row.get("loss") for row in whole]
     fp8cfg.resume(folder.path, ["trainer.max_steps=5"], say=lambda _: None, step=2)
     names = sorted(path.name for path in folder.checkpoints.iterdir())

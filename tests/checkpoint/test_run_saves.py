@@ -21,10 +21,10 @@ from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays
 from fp8cfg.composition import to_yaml
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFolderNotWritable
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.tables import size as shown_size
 from fp8cfg.training import loop, signals
-from fp8cfg.training.metrics import read
 from fp8cfg.training.step import StepResult
 from tests.support import whole_checkpoints
 from tests.support.short_runs import WORDS, fit, saved
@@ -189,7 +189,7 @@ def test_a_signal_inside_an_evaluation_is_heeded_between_its_batches(tmp_path: P
             whole_checkpoints.load(folder.checkpoints / "step-00000002"),
             say=lambda _: None,
         )
-        lines = read(folder.metrics)
+        lines = read_metrics(folder.metrics)
     assert [(line["step"], "val_loss" in line) for line in lines] == [
         (1, False),
         (2, False),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.run_folder.environment import environment
+from fp8cfg.run_folder.environment import collect_environment
 from tests.support.verbs import loads, refused, said
 
 Out = pytest.CaptureFixture[str]
@@ -114,7 +114,7 @@ def run(tmp_path: Path) -> Any:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "recipe.yaml").write_text(fp8cfg.to_yaml(fp8cfg.compose(words)))
         (folder / "environment.json").write_text(
-            json.dumps({**environment(), "code": None, **changes})
+            json.dumps({**collect_environment(), "code": None, **changes})
         )
         return folder
 

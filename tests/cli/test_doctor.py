@@ -41,20 +41,20 @@ def text(found: dict[str, Any]) -> str:
 def test_what_can_run(
     precision: object, backend: str, hardware: Hardware | None, answer: str
 ) -> None:
-    assert environment.can(precision, backend, hardware) == answer  # type: ignore[arg-type]
+    assert environment.backend_support(precision, backend, hardware) == answer  # type: ignore[arg-type]
 
 
 def test_why_not() -> None:
-    assert "compute capability 8.0" in environment.can(
+    assert "compute capability 8.0" in environment.backend_support(
         fp8cfg.bf16_with_fp8_mixed(), "native", AMPERE
     )
     assert (
-        environment.can(fp8cfg.bf16_mixed(), "te", CPU)
+        environment.backend_support(fp8cfg.bf16_mixed(), "te", CPU)
         == "no FP8 in this preset: torch runs the GEMMs for every backend"
     )
-    assert environment.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith(
-        "fp8.params=true: torchao"
-    )
+    assert environment.backend_support(
+        fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU
+    ).startswith("fp8.params=true: torchao")
 
 
 def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +82,9 @@ def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment.INSTALL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert "none is set" in text(environment.inventory())
+    assert "none is set" in text(environment.describe_machine())
     shown = text(
-        environment.inventory(
+        environment.describe_machine(
             {"NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_NEW": "2", "NVTE_API_KEY": "x", "HOME": "/root"}
         )
     )
@@ -95,7 +95,7 @@ def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch
 
 def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = environment.inventory()
+    found = environment.describe_machine()
     assert (
         found["precision"]["bf16"]["native"] == "torch is not installed" and found["torch_problem"]
     )
@@ -103,7 +103,7 @@ def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_machine_with_gpus() -> None:
-    found = environment.inventory() | {
+    found = environment.describe_machine() | {
         "gpus": [{"name": "NVIDIA H200", "capability": "9.0", "memory": 150_000_000_000}],
         "cuda": "12.8",
         "driver": "570.86",

@@ -19,9 +19,9 @@ from fp8cfg.__main__ import main
 from fp8cfg.cli import launch_run
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import hardware
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training import metrics
 from tests.support.ranks import LIMIT, ROOT, ranks_environment
 from tests.support.small import small, small_words
 
@@ -341,7 +341,11 @@ def test_the_line_of_several_nodes_trains_on_each_as_it_is_printed(
         sum(text.count(line) for text in said)
         for line in ("done: 2 steps", "sent in a step by the first rank: ")
     ] == [1, 1]
-    assert [m["step"] for m in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in m] == [
+    assert [
+        m["step"]
+        for m in metrics_file.read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "loss" in m
+    ] == [
         1,
         2,
     ]

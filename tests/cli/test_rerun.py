@@ -12,16 +12,16 @@ import pytest
 
 from fp8cfg.__main__ import main
 from fp8cfg.cli.rerun import compared
-from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.run_folder.environment import collect_environment, compare_environments
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
 from tests.support.small import SMALL
 
 
 def test_differences_between_environments() -> None:
-    now = environment()
+    now = collect_environment()
     assert [
-        line for line in differences(now, now) if not line.startswith("code: uncommitted")
+        line for line in compare_environments(now, now) if not line.startswith("code: uncommitted")
     ] == []
     then = {
         **now,
@@ -33,7 +33,7 @@ def test_differences_between_environments() -> None:
         "variables": {"NVTE_X": "1", "TORCHELASTIC_RUN_ID": "x", "TORCHINDUCTOR_CACHE_DIR": "/x"},
         "code": {"commit": "a", "dirty": True},
     }
-    lines = differences(
+    lines = compare_environments(
         then,
         {**now, "code": {"commit": "b", "dirty": True}, "variables": {}, "gpus": [], "threads": 1},
     )
@@ -49,7 +49,7 @@ def test_differences_between_environments() -> None:
 
 
 def test_what_a_stranger_wrote_does_not_reach_the_terminal_raw() -> None:
-    (line,) = differences({"os\x1b[31m": "a\nb" + "x" * 500, "os": "same"}, {"os": "same"})
+    (line,) = compare_environments({"os\x1b[31m": "a\nb" + "x" * 500, "os": "same"}, {"os": "same"})
     assert line.isprintable() and len(line) < 250 and "a?bxx" in line
 
 
@@ -195,7 +195,7 @@ def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(
     state = json.dumps({"data": {"corpus_sha256": "one"}})
     files = {
         "recipe.yaml": "recipe: llama_tiny\n",
-        "environment.json": json.dumps(environment()),
+        "environment.json": json.dumps(collect_environment()),
         "metrics.jsonl": "",
         "checkpoints/step-00000001/state.json": state,
     }

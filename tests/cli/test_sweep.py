@@ -21,8 +21,8 @@ from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.precedence import composed
 from fp8cfg.composition.sweep_overrides import MAX_JOBS, read, refused
 from fp8cfg.recipes import llama_tiny
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.schema.errors import refuse_if
-from fp8cfg.training import metrics
 from tests.support.hydra_plugins import offered
 from tests.support.ranks import launch
 from tests.support.small import SMALL
@@ -469,10 +469,12 @@ def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     )
     (alone,) = (tmp_path / "alone").iterdir()
     for name in ("loss", "val_loss"):
-        assert [r[name] for r in metrics.read(alone / "metrics.jsonl") if name in r] == [
-            r[name] for r in metrics.read(sweep / "4/metrics.jsonl") if name in r
-        ]
-    assert jobs[4]["training_loss"] == metrics.read(alone / "metrics.jsonl")[-2]["loss"]
+        assert [
+            r[name] for r in metrics_file.read_metrics(alone / "metrics.jsonl") if name in r
+        ] == [r[name] for r in metrics_file.read_metrics(sweep / "4/metrics.jsonl") if name in r]
+    assert (
+        jobs[4]["training_loss"] == metrics_file.read_metrics(alone / "metrics.jsonl")[-2]["loss"]
+    )
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import fp8cfg
 from fp8cfg.execution import executor as executors
 from fp8cfg.execution import executor as nemo
 from fp8cfg.execution.executor import Command, RunFailed
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training import metrics
 from tests.cli.test_hydra_habits import TINY
 
 
@@ -129,7 +129,7 @@ def test_a_run_on_this_machine(executor: fp8cfg.Executor, tmp_path: Path) -> Non
     done = fp8cfg.run(tiny(tmp_path, *words), executor)
     assert (
         done.exit_code == 0
-        and [m["step"] for m in metrics.read(done.folder / "metrics.jsonl")][-1] == 2
+        and [m["step"] for m in metrics_file.read_metrics(done.folder / "metrics.jsonl")][-1] == 2
     )
     with pytest.raises(RunFailed) as e:
         fp8cfg.run(tiny(tmp_path, *words, "data=text", "data.path=nowhere"), executor)
@@ -278,7 +278,9 @@ wait $task""",
         p.name for p in queue.glob("job.*.log")
     ) == ["job.0.log", "job.1.log"]
     last = fp8cfg.from_yaml(folder / "request.yaml").trainer.max_steps
-    assert [m["step"] for m in metrics.read(folder / "metrics.jsonl")] == list(range(1, last + 1))
+    assert [m["step"] for m in metrics_file.read_metrics(folder / "metrics.jsonl")] == list(
+        range(1, last + 1)
+    )
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
-from fp8cfg.training import metrics
+from fp8cfg.run_folder import metrics_file
 from tests.support.ranks import LIMIT, ROOT, ranks_environment
 from tests.support.small import small_words
 from tools.fake_gpu.recorder import is_fake
@@ -99,6 +99,6 @@ def ran(device: str, layout: tuple[Any, ...], folder: Path) -> tuple[list[float]
             process.kill()
     assert [process.returncode for process in started] == [0] * ranks, said
     assert "UserWarning" not in said  # of torch
-    steps = [row for row in metrics.read(run / "metrics.jsonl") if "loss" in row]
+    steps = [row for row in metrics_file.read_metrics(run / "metrics.jsonl") if "loss" in row]
     assert len(steps) == 4
     return [row["loss"] for row in steps], [row["grad_norm"] for row in steps]

@@ -18,10 +18,9 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import E2M1, GRAD_OUTPUT, FP8Linear, Region, Scaling, fp8_linears
 from fp8cfg.numerics.statistics import Statistics, collect_statistics
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.run_folder.metrics_file import MEASURED
+from fp8cfg.run_folder.metrics_file import MEASURED, read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
-from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
 from tests.support.ranks import launch
 from tests.support.small import small, steps
@@ -196,7 +195,9 @@ def same_with_and_without(root: Path, *words: str) -> None:
         runs.append(fit(root / word, *words, f"log.fp8_stats_every_n_steps={word}"))
         random.append(torch.get_rng_state())
     (folder, job), (other, measured) = runs
-    assert not folder.fp8_stats.exists() and {line["step"] for line in read(other.fp8_stats)} == {
+    assert not folder.fp8_stats.exists() and {
+        line["step"] for line in read_metrics(other.fp8_stats)
+    } == {
         2,
         4,
     }
@@ -221,14 +222,17 @@ def fit(root: Path, *words: str) -> tuple[RunFolder, Job]:
 
 
 def lines(folder: RunFolder) -> list[dict[str, object]]:
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(folder.metrics)]
+    return [
+        {k: v for k, v in line.items() if k not in MEASURED}
+        for line in read_metrics(folder.metrics)
+    ]
 
 
 def test_one_line_a_step_and_tensor(tmp_path: Path) -> None:
     folder, job = fit(
         tmp_path, "precision=bf16_fp8", "log.fp8_stats_every_n_steps=3", "log.loggers=[tensorboard]"
     )
-    found = read(folder.fp8_stats)
+    found = read_metrics(folder.fp8_stats)
     names = [n for n, m in job.model.named_modules() if isinstance(m, FP8Linear)]
     assert [(s["step"], s["layer"], s["tensor"]) for s in found] == [
         (step, name, tensor)
@@ -282,7 +286,7 @@ def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_
         whole_checkpoints.load(folder.checkpoints / "step-00000002"),
         say=lambda _: None,
     )
-    assert {line["step"] for line in read(folder.fp8_stats)} == {1, 2}
+    assert {line["step"] for line in read_metrics(folder.fp8_stats)} == {1, 2}
 
 
 def test_recomputed_layers_are_measured_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.training.metrics import read
+from fp8cfg.run_folder.metrics_file import read_metrics
 from tests.support import whole_checkpoints
 from tests.support.ranks import launch, torchrun
 from tests.support.small import SMALL, small, small_words
@@ -28,7 +28,7 @@ def run(ranks: int, root: Path, *words: str, micro: int = 4) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read(folder / "metrics.jsonl") if "loss" in line]
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
 def scales(folder: Path) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def test_a_sharded_run_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Pa
         " ".join(said.split()),
     )
     (folder,) = tmp_path.iterdir()
-    lines = [line for line in read(folder / "metrics.jsonl") if "loss" in line]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert len({line["sent_bytes"] for line in lines}) == 1 and lines[0]["sent_bytes"] > 1e5
     (folder / "checkpoints/step-00000004/MANIFEST.json").unlink()
     one = launch(1, "resume", str(folder), "storage.shard=none")
@@ -180,7 +180,7 @@ def test_a_sharded_run_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Pa
         and "sent in a step" not in one.stdout
     ), one.stderr
     assert losses(folder) == pytest.approx([line["loss"] for line in lines], abs=2e-3)
-    assert "sent_bytes" not in read(folder / "metrics.jsonl")[-1]
+    assert "sent_bytes" not in read_metrics(folder / "metrics.jsonl")[-1]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from fp8cfg.building.job import Job
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import SENT, World
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
-from fp8cfg.training.metrics import read
 from fp8cfg.training.step import train_step
 from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.fsdp_runs import (
@@ -452,11 +452,11 @@ def test_a_run_of_two_ranks_says_what_it_sends_and_goes_on_with_one(tmp_path: Pa
         said,
     )
     (folder,) = tmp_path.iterdir()
-    lines = [line for line in read(folder / "metrics.jsonl") if "loss" in line]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert len({line["sent_bytes"] for line in lines}) == 1, "validation in between changes nothing"
     (folder / "checkpoints/step-00000004/MANIFEST.json").unlink()
     one = launch(1, "resume", str(folder))
     assert one.returncode == 0 and "from step-00000002" in one.stdout, one.stderr
     assert [
-        line["loss"] for line in read(folder / "metrics.jsonl") if "loss" in line
+        line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line
     ] == pytest.approx([line["loss"] for line in lines], abs=2e-3)

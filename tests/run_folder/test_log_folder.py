@@ -13,7 +13,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.training import metrics
+from fp8cfg.run_folder import metrics_file
 from tests.cli.test_hydra_habits import TINY
 
 SAVES = [
@@ -24,7 +24,9 @@ SAVES = [
 
 
 def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in metrics.read(folder / "metrics.jsonl") if "loss" in row]
+    return [
+        row["step"] for row in metrics_file.read_metrics(folder / "metrics.jsonl") if "loss" in row
+    ]
 
 
 def test_one_line_starts_and_goes_on(

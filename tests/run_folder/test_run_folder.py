@@ -260,13 +260,13 @@ def test_code_in_a_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     here = tmp_path / "code.py"
     here.write_text("1")
     monkeypatch.setattr(environment, "__file__", str(here))
-    assert environment._code() is None
-    git = lambda *arguments: environment._git(tmp_path, *arguments)  # noqa: E731
+    assert environment._code_version() is None
+    git = lambda *arguments: environment._run_git(tmp_path, *arguments)  # noqa: E731
     assert git("init", "-q") is not None
-    assert environment._code() is None  # in somebody's repository, and not of it
+    assert environment._code_version() is None  # in somebody's repository, and not of it
     git("add", "code.py")
     assert git("-c", "commit.gpgsign=false", "commit", "-q", "-m", "one") is not None
     commit = git("rev-parse", "HEAD")
-    assert environment._code() == {"commit": commit, "dirty": False}
+    assert environment._code_version() == {"commit": commit, "dirty": False}
     here.write_text("2")
-    assert environment._code() == {"commit": commit, "dirty": True}
+    assert environment._code_version() == {"commit": commit, "dirty": True}

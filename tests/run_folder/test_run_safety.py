@@ -16,10 +16,10 @@ from fp8cfg.__main__ import main
 from fp8cfg.checkpoint import job_state
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderDeleted
 from fp8cfg.schema.errors import printable
 from fp8cfg.training.data import run_data
-from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
 from tests.support.short_runs import fit, saved
 
@@ -108,7 +108,16 @@ def test_what_a_run_replaces_is_replaced_and_not_followed(
     assert {name: victim.read_bytes() for name, victim in victims.items()} == before
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "resuming " in out and "a\\x1b[31m\\nb/run" in out
-    assert [line["step"] for line in read(mine / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
+    assert [line["step"] for line in read_metrics(mine / "metrics.jsonl")] == [
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+        5,
+        5,
+    ]
     assert saved(mine) == ["step-00000004", "step-00000005"]
 
 
@@ -169,7 +178,7 @@ def test_a_run_follows_its_folder_where_it_is_renamed(tmp_path: Path) -> None:
     folder = fit(tmp_path / "runs", say=say)
     assert folder.path == tmp_path / "moved" and not list((tmp_path / "runs").iterdir())
     assert saved(tmp_path / "moved") == ["step-00000002", "step-00000004"]
-    assert [line["step"] for line in read(tmp_path / "moved" / "metrics.jsonl")] == [
+    assert [line["step"] for line in read_metrics(tmp_path / "moved" / "metrics.jsonl")] == [
         1,
         2,
         2,

@@ -20,12 +20,12 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.planning.communication import Sent
+from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import loop, runs
 from fp8cfg.training import step as training_step
 from fp8cfg.training.data import run_data
 from fp8cfg.training.evaluation import Stopped, evaluate, validation_batches
-from fp8cfg.training.metrics import read
 from tests.support.small import losses, small, steps
 
 FP8 = "precision=bf16_fp8"
@@ -44,7 +44,7 @@ def test_a_run_leaves_a_folder_behind(tmp_path: Path) -> None:
     folder, result, said = run(tmp_path, FP8, "name=mine")
     assert folder.path.name == "mine-20260102-030405"
     assert fp8cfg.from_yaml(folder.recipe) == small(FP8, "name=mine")
-    lines = read(folder.metrics)
+    lines = read_metrics(folder.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert (
         result.steps == 6
@@ -76,7 +76,9 @@ def test_checkpoint_keys(tmp_path: Path) -> None:
 
 def test_evaluation_keys(tmp_path: Path) -> None:
     folder, result, _ = run(tmp_path, "trainer.val_check_interval=0")
-    assert result.val_loss is None and not any("val_loss" in line for line in read(folder.metrics))
+    assert result.val_loss is None and not any(
+        "val_loss" in line for line in read_metrics(folder.metrics)
+    )
     recipe = small("trainer.limit_val_batches=3")
     _, held_out = run_data(recipe)
     assert len(list(validation_batches(recipe, held_out, World()))) == 3

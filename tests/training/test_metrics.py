@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.training.metrics import MetricsLog, read
+from fp8cfg.run_folder.metrics_file import read_metrics
+from fp8cfg.training.metrics import MetricsLog
 
 
 def bits(value: float) -> bytes:
@@ -31,7 +32,7 @@ def test_floats_come_back_bit_for_bit(
     path.unlink(missing_ok=True)
     with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(1, {"loss": value})
-    (line,) = read(path)
+    (line,) = read_metrics(path)
     assert isinstance(line["loss"], float) and bits(line["loss"]) == bits(value)
 
 
@@ -39,9 +40,9 @@ def test_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(1, {"loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None})
-        assert len(read(path)) == 1  # there before close
+        assert len(read_metrics(path)) == 1  # there before close
         log.write(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
-    first, second = read(path)
+    first, second = read_metrics(path)
     assert first == {"step": 1, "loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None}
     assert math.isnan(second["loss"]) and (second["up"], second["down"]) == (math.inf, -math.inf)
     assert (
@@ -55,7 +56,7 @@ def test_a_tensor_is_refused_and_writes_nothing(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             log.write(1, {"loss": torch.tensor(1.0)})
         log.write(2, {})
-    assert read(tmp_path / "m") == [{"step": 2}]
+    assert read_metrics(tmp_path / "m") == [{"step": 2}]
 
 
 @pytest.mark.parametrize("half", [b'{"step": 3, "lo', b"{", b"\0\0\0", b'{"step": 3}', b"\xff"])
@@ -66,10 +67,10 @@ def test_half_a_line(tmp_path: Path, half: bytes) -> None:
         log.write(2, {})
     with open(path, "ab") as file:
         file.write(half)
-    assert [line["step"] for line in read(path)] == [1, 2]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
     with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(3, {"loss": 1.0})
-    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
 
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path
         assert path.read_bytes().splitlines() == kept
         log.write(3, {"loss": 9.0})
     with MetricsLog(RunFiles.at(tmp_path), "m", 9):
-        assert [line["step"] for line in read(path)] == [1, 2, 2, 3]
+        assert [line["step"] for line in read_metrics(path)] == [1, 2, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -94,7 +95,7 @@ def test_other_damage_is_told(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "m"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     with pytest.raises(ValueError, match=str(path)):
-        read(path)
+        read_metrics(path)
 
 
 KILLED = """
@@ -113,7 +114,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_each_line_outlives_a_kill(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "m")], check=False)
-    assert [line["loss"] for line in read(tmp_path / "m")] == [1 / step for step in range(1, 6)]
+    assert [line["loss"] for line in read_metrics(tmp_path / "m")] == [
+        1 / step for step in range(1, 6)
+    ]
 
 
 def test_lines_without_space_wait_and_hide_no_other_error(

@@ -16,7 +16,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.checkpoint import resume_rules
 from fp8cfg.data import corpus
 from fp8cfg.planning import smoke
-from fp8cfg.training import metrics
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.training.data import run_data
 from fp8cfg.training.finished_run import held_out, samples_of
 from fp8cfg.training.loop import Interrupted
@@ -65,7 +65,9 @@ def stream(folder: Path, *more: str) -> fp8cfg.Recipe:
 
 def losses(run: Path) -> dict[int, float]:
     return {
-        line["step"]: line["loss"] for line in metrics.read(run / "metrics.jsonl") if "loss" in line
+        line["step"]: line["loss"]
+        for line in metrics_file.read_metrics(run / "metrics.jsonl")
+        if "loss" in line
     }
 
 
