@@ -22,7 +22,7 @@ from fp8cfg.planning.layout import Part, stage_parts
 from fp8cfg.planning.peak_memory import part_linears, persistent_memory
 from fp8cfg.planning.plan_report import PlanReport, report_plan
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.memory_measurement import gradients, stored
+from fp8cfg.training.memory_measurement import gradient_tensors, persistent_tensors
 from tools.layout_proof.cells import Cell
 from tools.layout_proof.collective_counter import CollectiveCounter
 from tools.layout_proof.fake_rank import fake_rank, stepped
@@ -76,7 +76,7 @@ def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
     counter = CollectiveCounter(recipe.trainer.strategy) if count else None
     with fake_rank(rank, cell.ranks, messages=count):
         job = stepped(recipe, counter)
-        held = stored(job) | {"gradients": gradients(job)}
+        held = persistent_tensors(job) | {"gradients": gradient_tensors(job)}
         built = {kind: sum(local(t).nbytes for t in held[kind]) for kind in KINDS}
         if (
             job.prepared.fsdp2 and not held["weights"]
