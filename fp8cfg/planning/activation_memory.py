@@ -80,14 +80,14 @@ class Activations:
     """Peak bytes of a microbatch on one rank.
 
     Attributes:
-        kept: Activations kept from forward to backward.
+        kept_activations: Activations kept from forward to backward.
         logits: Logits, loss and their gradients.
         quantized_weights: Quantized and cast weights.
         backward: Temporaries at the widest moment of the backward pass.
         unsharded: Unsharded weights and gradients of FSDP2 at that moment.
     """
 
-    kept: int
+    kept_activations: int
     logits: int
     quantized_weights: int
     backward: int
@@ -96,7 +96,8 @@ class Activations:
     @property
     def total(self) -> int:
         """All bytes together."""
-        return self.kept + self.logits + self.quantized_weights + self.backward + self.unsharded
+        passes = self.kept_activations + self.logits + self.backward
+        return passes + self.quantized_weights + self.unsharded
 
 
 class _Moment(NamedTuple):
@@ -135,22 +136,13 @@ def activations(
     sizes = LinearBytes(
         recipe, device, part, gradient_bytes, backend, schedule.fresh_gradient_bytes
     )
-    recomputes_layers = recipe.model.recompute_granularity == "full"
     layers = _layers(sizes, linears)
-    head = _OutputHead(sizes, linears[-1]) if part.output else None
-
     kept_bytes = _kept_bytes(sizes, layers)
     quantized_weights = 0.0
-    if not recomputes_layers:
+    if recipe.model.recompute_granularity != "full":
         quantized_weights = sum(layer.quantized_weights for layer in layers)
-    logits = LogitBytes(0, 0, 0)
-    head_kept = 0.0
-    if head:
-        logits = logit_bytes(sizes)
-        head_kept = head.kept_per_token * sizes.tokens
-        quantized_weights += head.quantized_weights
     workspaces = 0.0
-    for linear in linears if head else linears[: 4 * len(layers)]:
+    for linear in linears:
         workspaces += sizes.weight_workspace_bytes(linear) + sizes.cast_weight_bytes(linear)
 
     # Earlier microbatches have finished before the pass in which FSDP2 sums gradients.
@@ -158,10 +150,22 @@ def activations(
     if schedule.reduces_once:
         earlier_microbatches = kept_bytes * (1 - 1 / part.in_flight)
 
-    moments = [_Moment(logits.peak, schedule.at_loss)]
-    if head:
+    moments = []
+    logits = LogitBytes(0, 0, 0)
+    head_kept = 0.0
+    if part.output:
+        head = _OutputHead(sizes, linears[-1])
+        logits = logit_bytes(sizes)
+        head_kept = head.kept_per_token * sizes.tokens
+        quantized_weights += head.quantized_weights
+        # At the loss the caller of the output layer still has the residual stream.
+        stream = 0.0
+        if sizes.compute_bytes < 4:
+            stream = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
+        moments.append(_Moment(logits.forward + stream, schedule.at_forward_end))
         for activation_bytes in head.backward_moments():
             moments.append(_Moment(activation_bytes, schedule.at_loss))
+    moments.append(_Moment(logits.peak, schedule.at_loss))
     moments += _layer_moments(sizes, layers, head_kept, schedule, earlier_microbatches)
     freed = kept_bytes / part.in_flight + head_kept + quantized_weights
     if part.embedding and not recipe.lora.enabled:
@@ -170,12 +174,6 @@ def activations(
         embedding_gradient = elements * (sizes.compute_bytes + gradient_bytes)
         during = schedule.during_backward(len(layers))
         moments.append(_Moment(embedding_gradient - freed, during))
-    if head:
-        # At the loss the caller of the output layer still has the residual stream.
-        stream = 0.0
-        if sizes.compute_bytes < 4:
-            stream = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
-        moments.append(_Moment(logits.forward + stream, schedule.at_forward_end))
     root_reduction = schedule.during_reduction(len(layers))
     moments.append(_Moment(-freed - earlier_microbatches, root_reduction))
 
@@ -183,7 +181,7 @@ def activations(
     # Unsharded weights may take the place of logits. Only what exceeds them is counted.
     unsharded = max(0, min(unsharded, widest - logits.peak))
     return Activations(
-        kept=int(kept_bytes + head_kept),
+        kept_activations=int(kept_bytes + head_kept),
         logits=int(logits.peak),
         quantized_weights=int(quantized_weights + workspaces),
         backward=int(widest - logits.peak - unsharded),
@@ -222,13 +220,16 @@ def _kept_bytes(sizes: LinearBytes, layers: Sequence[_Layer]) -> float:
     # A stage keeps each sent output, except for the model's last chunk. A received tensor is the
     # kept input of a chunk's first layer, and already counted.
     per_token += (part.chunks - part.output) / part.chunks * residual
-    # Gradients received and sent. A stage at an end has only one of them.
-    streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
-    masks = sizes.mask_bytes(
-        number
-        for number, layer in zip(part.layers, layers, strict=True)
-        if not layer.runs_fp8_attention
-    )
+    # Gradients received and sent. A stage at an end has only one of them. Interleaved chunks have
+    # two of each in progress.
+    streams = 2 - part.embedding - part.output
+    if part.chunks > 1:
+        streams = 4 * part.chunks
+    masked_layers = []  # FP8 attention makes its mask in each pass
+    for number, layer in zip(part.layers, layers, strict=True):
+        if not layer.runs_fp8_attention:
+            masked_layers.append(number)
+    masks = sizes.mask_bytes(masked_layers)
     num_bytes = (per_token * sizes.tokens + masks) * part.in_flight
     return num_bytes + streams * residual * sizes.tokens
 
@@ -261,7 +262,10 @@ def _layer_moments(
                 moments += layer.recompute_moments()
             widest[layer.kind] = recomputed + max(moments)
         yield _Moment(widest[layer.kind] - freed, schedule.during_backward(group))
-        freed += residual if recomputes_layers else layer.kept
+        if recomputes_layers:
+            freed += residual
+        else:
+            freed += layer.kept
         if group == 0:
             freed += earlier_microbatches
         # During the reduction the gradient of the residual stream waits for the next layer.
@@ -303,9 +307,10 @@ class _Layer:
         self.fc2_input = sizes.input_bytes(self.fc2, sizes.mlp_channels)
         attention, self.recomputed_attention = self._attention_bytes(proj, number)
         attention += sizes.input_bytes(qkv, sizes.hidden)
-        # Between linear_fc1 and linear_fc2. A gated activation also keeps silu(gate).
-        is_gated = sizes.fc1_channels > sizes.mlp_channels
-        inner_channels = sizes.mlp_channels + (sizes.fc1_channels if is_gated else 0)
+        # linear_fc1's output. A gated activation also keeps silu(gate).
+        inner_channels = sizes.fc1_channels
+        if sizes.fc1_channels > sizes.mlp_channels:
+            inner_channels += sizes.mlp_channels
         self.mlp_inner = sizes.compute_bytes * inner_channels
         self.recomputed = recomputed_bytes(
             sizes, qkv, self.fc1, self.fc2, self.mlp_inner, self.recomputed_attention
@@ -313,8 +318,12 @@ class _Layer:
 
         mlp = self.fc1_input + self.mlp_inner + self.fc2_input
         self.kept_per_token = sizes.norms_bytes + attention + mlp - self.recomputed.total
-        if all("dgrad" in p.left_out and not sizes.adapter_counts[p.name] for p in linears):
-            self.kept_per_token = 0.0  # before the first adapter autograd records no graph
+        records_graph = any(
+            "dgrad" not in linear.left_out or sizes.adapter_counts[linear.name]
+            for linear in linears
+        )
+        if not records_graph:  # all layers before the first adapter
+            self.kept_per_token = 0.0
         self.quantized_weights = sum(sizes.quantized_weight_bytes(linear) for linear in linears)
         self.kept = self.kept_per_token * sizes.tokens + self.quantized_weights
 
@@ -322,10 +331,12 @@ class _Layer:
         """Returns bytes per token of attention, and the bytes saved by selective recomputation."""
         sizes = self.sizes
         quantizes_output = sizes.keeps_quantized_input(proj)
-        quantized_output = sizes.operand_bytes * sizes.query_channels if quantizes_output else 0
+        quantized_output = 0.0
+        if quantizes_output:
+            quantized_output = sizes.operand_bytes * sizes.query_channels
         if sizes.context > 1:
-            kept, recomputed = context_attention_bytes(sizes, number, quantizes_output)
-            return kept + quantized_output, recomputed
+            attention, recomputed = context_attention_bytes(sizes, number, quantizes_output)
+            return attention + quantized_output, recomputed
         qkv_channels = sizes.query_channels + 2 * sizes.key_channels
         if self.runs_fp8_attention:
             output = sizes.input_bytes(proj, sizes.query_channels)
@@ -345,77 +356,108 @@ class _Layer:
     def backward_moments(self) -> Iterator[float]:
         """Yields bytes at each possible peak, in addition to the kept bytes, first to last."""
         # Tensors are freed after their last use: first linear_fc2's input, then the rest of the
-        # MLP. A recomputed tensor stays until the backward pass of its own operation.
-        sizes, recomputed = self.sizes, self.recomputed
+        # MLP. A recomputed tensor stays until the backward pass of its own operation. The gradient
+        # of the residual stream exists all the time.
+        yield from self._fc2_moments()
+        yield from self._fc1_moments()
+        yield from self._attention_moments()
+
+    def _fc2_moments(self) -> Iterator[float]:
+        """Yields the moments of linear_fc2 and of the activation function."""
+        sizes = self.sizes
         compute, tokens = sizes.compute_bytes, sizes.tokens
-        residual = compute * sizes.hidden_shard  # gradient of the residual stream
-        # linear_fc2. Under sequence parallelism its gradient is gathered.
-        gathered = compute * sizes.hidden if sizes.sequence_parallel else 0.0
-        fc2_remade = recomputed.activation if recomputed.fc2_input else 0.0
-        grad_fc2_input = compute * sizes.mlp_channels
+        residual = compute * sizes.hidden_shard
+        grad_output = residual
+        if sizes.sequence_parallel:
+            grad_output += compute * sizes.hidden  # gathered
+        # The activation function runs again if linear_fc2's input was freed.
+        recomputed = 0.0
+        if self.recomputed.fc2_input:
+            recomputed = self.recomputed.activation
+
+        existing = tokens * (grad_output + recomputed)
+        grad_input = compute * sizes.mlp_channels
         if sizes.requantizes:
-            peak = sizes.requantizing_backward_bytes(self.fc2, sizes.hidden, sizes.mlp_channels)
-            yield tokens * (residual + gathered + fc2_remade) + peak
+            yield existing + sizes.requantizing_backward_bytes(
+                self.fc2, sizes.hidden, sizes.mlp_channels
+            )
         else:
-            quantized = sizes.grad_output_bytes(self.fc2, sizes.hidden).result
-            dgrad = sizes.output_peak_bytes(self.fc2, "dgrad", sizes.mlp_channels)
-            yield tokens * (residual + gathered + fc2_remade) + dgrad + quantized
-            existing = tokens * (residual + gathered + fc2_remade + grad_fc2_input) + quantized
+            existing += sizes.grad_output_bytes(self.fc2, sizes.hidden).result
+            yield existing + sizes.output_peak_bytes(self.fc2, "dgrad", sizes.mlp_channels)
+            existing += tokens * grad_input
             wgrad_input = sizes.wgrad_input_bytes(self.fc2, sizes.mlp_channels)
             yield existing + wgrad_input.peak
             yield existing + wgrad_input.result + sizes.wgrad_peak_bytes(self.fc2)
-        per_token = residual + grad_fc2_input - self.fc2_input + recomputed.fc2_input + fc2_remade
+        freed = self.fc2_input - self.recomputed.fc2_input
+        per_token = residual + grad_input + recomputed - freed
         yield tokens * per_token + sizes.accumulate_peak_bytes(self.fc2)
+
+        per_token = residual + self._activation_backward_bytes() - freed
+        yield sizes.fresh_gradient(self.fc2) + tokens * per_token
+
+    def _fc1_moments(self) -> Iterator[float]:
+        """Yields the moments of linear_fc1."""
+        sizes = self.sizes
+        compute, tokens = sizes.compute_bytes, sizes.tokens
+        residual = compute * sizes.hidden_shard
+        # The norm runs again if linear_fc1's input was freed.
+        recomputed = 0.0
+        if self.recomputed.fc1_input:
+            recomputed = self.recomputed.norm
         fresh = sizes.fresh_gradient(self.fc2)
+        freed = self.mlp_inner + self.fc2_input - self.recomputed.activation
 
-        # The activation function.
-        per_token = residual + self._activation_backward_bytes()
-        yield fresh + tokens * (per_token - self.fc2_input + recomputed.fc2_input)
-
-        # linear_fc1.
-        freed = self.mlp_inner + self.fc2_input - recomputed.activation
-        fc1_remade = recomputed.norm if recomputed.fc1_input else 0.0
-        grad_fc1_output = compute * sizes.fc1_channels
-        existing = fresh + tokens * (residual + grad_fc1_output - freed + fc1_remade)
+        grad_output = compute * sizes.fc1_channels
+        existing = fresh + tokens * (residual + grad_output + recomputed - freed)
         if sizes.requantizes:
             yield existing + sizes.requantizing_backward_bytes(
                 self.fc1, sizes.fc1_channels, sizes.hidden
             )
         else:
-            grad_output = sizes.grad_output_bytes(self.fc1, sizes.fc1_channels)
-            yield existing + grad_output.peak
-            existing += grad_output.result
+            quantized = sizes.grad_output_bytes(self.fc1, sizes.fc1_channels)
+            yield existing + quantized.peak
+            existing += quantized.result
             yield existing + sizes.output_peak_bytes(self.fc1, "dgrad", sizes.hidden)
             existing += tokens * compute * sizes.hidden  # grad_input
             wgrad_input = sizes.wgrad_input_bytes(self.fc1, sizes.hidden)
             yield existing + wgrad_input.peak
             yield existing + wgrad_input.result + sizes.wgrad_peak_bytes(self.fc1)
-        freed += self.fc1_input - recomputed.fc1_input
-        per_token = residual + compute * sizes.hidden - freed + fc1_remade
+        freed += self.fc1_input - self.recomputed.fc1_input
+        per_token = residual + compute * sizes.hidden + recomputed - freed
         yield fresh + tokens * per_token + sizes.accumulate_peak_bytes(self.fc1)
-        fresh += sizes.fresh_gradient(self.fc1)
 
-        # The norm before the MLP, then attention. Gradients are as large as their tensors.
-        yield fresh + tokens * (residual + sizes.norm_backward_bytes - freed + recomputed.norm)
+    def _attention_moments(self) -> Iterator[float]:
+        """Yields the moments of the norm before the MLP and of attention."""
+        sizes = self.sizes
+        tokens = sizes.tokens
+        residual = sizes.compute_bytes * sizes.hidden_shard
+        fresh = sizes.fresh_gradient(self.fc2) + sizes.fresh_gradient(self.fc1)
+        freed = self.mlp_inner + self.fc2_input - self.recomputed.activation
+        freed += self.fc1_input - self.recomputed.fc1_input
+        per_token = residual + sizes.norm_backward_bytes + self.recomputed.norm - freed
+        yield fresh + tokens * per_token
+
+        # Gradients in attention are as large as their tensors.
+        per_token = 2 * residual - freed
         if sizes.context > 1:
             # Gradients of gathered keys and values, as gathered and in the ranks' order.
-            yield fresh + tokens * (2 * residual - freed + 2 * gathered_key_bytes(sizes))
+            yield fresh + tokens * (per_token + 2 * gathered_key_bytes(sizes))
         if sizes.selective and self.recomputed_attention:
-            yield fresh + tokens * (2 * residual - freed + 2 * self.recomputed_attention)
+            yield fresh + tokens * (per_token + 2 * self.recomputed_attention)
         if self.runs_fp8_attention:
-            scores = (
-                sizes.recipe.model.num_attention_heads
-                / sizes.tensor
-                * sizes.recipe.model.seq_length
-            )
-            # Float32 scores and gradients, a mask, and both quantized.
-            score_bytes = 8.5 + 2 * sizes.operand_bytes
-            yield fresh + tokens * (2 * residual - freed + score_bytes * scores)
+            model = sizes.recipe.model
+            scores = model.num_attention_heads / sizes.tensor * model.seq_length
+            # Scores and their gradient, each in float32 and quantized. Heads share one bool mask,
+            # 1 byte: half a byte per score from two heads on (numerics/fp8_attention.py).
+            score_bytes = 2 * (4 + sizes.operand_bytes) + 0.5
+            yield fresh + tokens * (per_token + score_bytes * scores)
 
     def _activation_backward_bytes(self) -> float:
         """Returns peak bytes per token in the activation function's backward pass."""
-        kept, recomputed = ACTIVATION_BACKWARD_TENSORS[self.sizes.recipe.model.activation]
-        tensors = recomputed if self.sizes.recomputes_norms else kept
+        gradients, with_recomputed = ACTIVATION_BACKWARD_TENSORS[self.sizes.recipe.model.activation]
+        tensors = gradients
+        if self.sizes.recomputes_norms:
+            tensors = with_recomputed
         return tensors * self.sizes.compute_bytes * self.sizes.mlp_channels
 
     def recompute_moments(self) -> Iterator[float]:
@@ -480,12 +522,12 @@ class LogitBytes(NamedTuple):
     """Bytes of a microbatch's logits and loss.
 
     Attributes:
-        kept: Bytes kept from forward to backward.
+        kept_bytes: Bytes kept from forward to backward.
         forward: Peak of the forward pass.
         peak: Peak of forward and backward.
     """
 
-    kept: int
+    kept_bytes: int
     forward: int
     peak: int
 
@@ -499,7 +541,9 @@ def logit_bytes(sizes: LinearBytes) -> LogitBytes:
     if sizes.recipe.model.final_logit_softcapping is not None:
         capped = compute * count
     # Of a chunk: float32 logits and their log-softmax. Float32 logits need no copy.
-    chunk_bytes = 4 if compute == 4 else 8
+    chunk_bytes = 8
+    if compute == 4:
+        chunk_bytes = 4
     forward = compute * count + chunk_bytes * chunk + capped
     if sizes.tensor == 1 and count == chunk:
         # torch's own formula: it keeps float32 log-probabilities. Backward adds the gradient of the
@@ -507,7 +551,9 @@ def logit_bytes(sizes: LinearBytes) -> LogitBytes:
         return LogitBytes(int(4 * count + capped), int(forward), int(12 * count + capped))
     # Logits and their gradient. A chunk has the same three float32 matrices, or one that is
     # overwritten if tensor-parallel ranks share the vocabulary.
-    chunk_bytes = 12 if sizes.tensor == 1 else 4
+    chunk_bytes = 12
+    if sizes.tensor > 1:
+        chunk_bytes = 4
     backward = 2 * compute * count + chunk_bytes * chunk + capped
     return LogitBytes(int(compute * count + capped), int(forward), int(max(forward, backward)))
 
@@ -538,25 +584,26 @@ def context_attention_bytes(
         channels += sizes.query_channels + 2 * sizes.key_channels
     if has_rope:
         channels += sizes.query_channels  # rotated queries
-    kept = compute * channels
-    kept += compute * sizes.query_channels * (1 if quantizes_output else 2)  # output per chunk, all
+    channels += sizes.query_channels  # the outputs of both chunks
+    if not quantizes_output:
+        channels += sizes.query_channels  # the input of linear_proj, a copy of both
+    num_bytes = compute * channels
     keys = visible_keys(model.seq_length, sizes.context, window)
     # Keys and values, repeated for each head, of both chunks.
     repeated = 2 * compute * sizes.query_channels * keys * 2 * sizes.context / model.seq_length
     saved_output = compute * sizes.query_channels - gathered_key_bytes(sizes)
     if model.attn_logit_softcapping is not None:
-        # tanh and the softmax in float32, the softmax in the compute dtype, and the mask.
-        score_bytes = 8 + (compute if compute < 4 else 0)
-        scores = keys * (model.num_attention_heads / sizes.tensor * score_bytes + 1)
-        return kept + repeated + scores, repeated + scores + saved_output
+        heads = model.num_attention_heads / sizes.tensor
+        scores = keys * (heads * sizes.capped_score_bytes + 1)  # and a bool mask
+        return num_bytes + repeated + scores, repeated + scores + saved_output
     if window is not None or sizes.device == "cpu":
         masked = _masked_context_bytes(sizes, window, keys, repeated)
-        return kept + masked, masked + saved_output
+        return num_bytes + masked, masked + saved_output
     # Flash attention. In float32, with fewer groups than heads, keys are repeated per head as in
     # models/attention.py.
     if compute == 4 and sizes.query_channels > sizes.key_channels:
-        return kept + sizes.logsumexp_bytes + repeated, 0.0
-    return kept + sizes.logsumexp_bytes + gathered_key_bytes(sizes), 0.0
+        return num_bytes + sizes.logsumexp_bytes + repeated, 0.0
+    return num_bytes + sizes.logsumexp_bytes + gathered_key_bytes(sizes), 0.0
 
 
 def _masked_context_bytes(
@@ -595,7 +642,9 @@ def visible_keys(length: int, context: int, window: int | None) -> float:
     # Each rank has two chunks, r and 2 * context - 1 - r. Causal attention then costs every rank
     # the same.
     chunk = length // (2 * context)
-    limit = length if window is None else chunk + window - 1
+    limit = length
+    if window is not None:
+        limit = chunk + window - 1
     widest = 0
     for rank in range(context):
         first_keys = min((rank + 1) * chunk, limit)
@@ -657,8 +706,11 @@ def recomputed_bytes(
     has_norms_before = model.layernorm_placement != "post"
     has_norms_after = model.layernorm_placement != "pre"
     norm = sizes.norm_bytes - sizes.compute_bytes * sizes.hidden_shard
-    norm_before = norm if has_norms_before else 0.0
-    norms_after = 2 * norm if has_norms_after else 0.0  # of attention and of the MLP
+    norm_before = norms_after = 0.0
+    if has_norms_before:
+        norm_before = norm
+    if has_norms_after:
+        norms_after = 2 * norm  # of attention and of the MLP
     activation = mlp_inner - sizes.compute_bytes * sizes.fc1_channels
     if model.recompute_granularity == "none":
         return RecomputedBytes(
@@ -681,9 +733,11 @@ def recomputed_bytes(
 
 def _discarded_input_bytes(sizes: LinearBytes, linear: PlannedLinear, width: float) -> float:
     """Returns bytes per token of an unquantized input freed by selective recomputation."""
-    if "wgrad" not in linear.left_out:
-        return 0.0 if sizes.keeps_quantized_input(linear) else sizes.compute_bytes * width
-    if not sizes.adapters_keep_input(linear):
+    if "wgrad" in linear.left_out:
+        if not sizes.adapters_keep_input(linear):
+            return 0.0
+        # Without the outputs of A, which stay.
+        return sizes.adapter_input_bytes(linear, width) - sizes.adapter_input_bytes(linear, 0)
+    if sizes.keeps_quantized_input(linear):
         return 0.0
-    # Without the outputs of A, which stay.
-    return sizes.adapter_input_bytes(linear, width) - sizes.adapter_input_bytes(linear, 0)
+    return sizes.compute_bytes * width

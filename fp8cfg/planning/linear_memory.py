@@ -71,6 +71,8 @@ class LinearBytes:
         qk_norm_bytes: Bytes per token kept by the norms of queries and keys.
         norm_backward_bytes: Bytes per token in the backward pass of a norm.
         shared_input_bytes: Bytes per token of a layer's input, if it is its first norm's input too.
+        logsumexp_bytes: Bytes per token of flash attention's log-sum-exp.
+        capped_score_bytes: Bytes per score of attention with a soft cap.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class LinearBytes:
 
         self.tokens = recipe.trainer.micro_batch_size * model.seq_length / part.context
         self.hidden = model.hidden_size
-        self.hidden_shard = model.hidden_size / (part.tensor if part.sequence_parallel else 1)
+        self.hidden_shard = float(model.hidden_size)
+        if part.sequence_parallel:
+            self.hidden_shard /= part.tensor
         self.query_channels = model.num_attention_heads * model.head_dim / part.tensor
         # If there are fewer groups than ranks, several ranks have a copy of a group.
         self.key_channels = -(-model.num_query_groups // part.tensor) * model.head_dim
@@ -128,6 +132,11 @@ class LinearBytes:
         self._set_norm_bytes()
         # Flash attention keeps the log-sum-exp of each head in float32.
         self.logsumexp_bytes = model.num_attention_heads / part.tensor * 4
+        # A soft cap needs explicit scores: tanh and the softmax in float32, and the softmax in the
+        # compute dtype.
+        self.capped_score_bytes = 8.0
+        if self.compute_bytes < 4:
+            self.capped_score_bytes += self.compute_bytes
 
         self.has_fp8_storage = part.state.fp8_weights or gathers_params(recipe.precision, backend)
         self.keeps_quantized_weights = keeps_quantized_weights(recipe, part, backend)
@@ -153,7 +162,9 @@ class LinearBytes:
         # RMSNorm is fused on GPUs only. On a CPU it also keeps the normalized input in float32,
         # for the gradient of its weight. LoRA trains no norms.
         is_unfused = self.device == "cpu" and is_rms
-        normalized_bytes = 4 if is_unfused and not self.recipe.lora.enabled else 0
+        normalized_bytes = 0
+        if is_unfused and not self.recipe.lora.enabled:
+            normalized_bytes = 4
         statistics_bytes = 4 if is_rms else 8  # 1 / rms, or mean and 1 / deviation
 
         input_bytes = 4 * self.hidden_shard  # float32
@@ -162,14 +173,20 @@ class LinearBytes:
         self.norms_bytes = norms * self.norm_bytes
         self.qk_norm_bytes = 0.0
         if model.qk_layernorm != "none":
-            heads = 1 if model.qk_layernorm == "hidden" else model.num_attention_heads / self.tensor
+            norms_per_token = 1.0
+            if model.qk_layernorm == "head":
+                norms_per_token = model.num_attention_heads / self.tensor
             channels = self.query_channels + self.key_channels
-            self.qk_norm_bytes = (4 + normalized_bytes) * channels + 8 * heads
+            self.qk_norm_bytes = (4 + normalized_bytes) * channels + 8 * norms_per_token
             self.norms_bytes += self.qk_norm_bytes
         # With an fp32 compute dtype a layer's input is the float32 input of its first norm.
-        self.shared_input_bytes = 4 * self.hidden_shard if self.compute_bytes == 4 else 0
-        # Gradients are float32. An unfused norm has one for each of its operations.
-        self.norm_backward_bytes = (16 if is_unfused else 8) * self.hidden_shard
+        self.shared_input_bytes = 0.0
+        if self.compute_bytes == 4:
+            self.shared_input_bytes = input_bytes
+        # Gradients are float32: of the output and the input. An unfused norm has one for each of
+        # its operations.
+        gradients = 4 if is_unfused else 2
+        self.norm_backward_bytes = 4 * gradients * self.hidden_shard
 
     # Attention.
 
@@ -193,11 +210,8 @@ class LinearBytes:
             repeated = 2 * self.compute_bytes * self.query_channels
         if model.attn_logit_softcapping is None:
             return self.logsumexp_bytes + repeated
-        # A soft cap needs explicit scores: tanh and the softmax in float32, and the softmax in the
-        # compute dtype.
-        cast_bytes = self.compute_bytes if self.compute_bytes < 4 else 0
         scores = model.seq_length * model.num_attention_heads / self.tensor
-        return repeated + scores * (8 + cast_bytes)
+        return repeated + scores * self.capped_score_bytes
 
     def has_mask(self, layer: int) -> bool:
         """Whether high-precision attention of this layer has an explicit mask."""
@@ -398,8 +412,10 @@ class LinearBytes:
             existing = self.compute_bytes * elements
         if not linear.gemms[2]:
             # torch computes in the compute dtype and casts.
-            is_cast = self.has_fp8_weight(linear) or self.casts_weight(linear)
-            return existing + (self.compute_bytes + (output_bytes if is_cast else 0)) * elements
+            product_bytes = self.compute_bytes
+            if self.has_fp8_weight(linear) or self.casts_weight(linear):
+                product_bytes += output_bytes
+            return existing + product_bytes * elements
         if linear.name.endswith(COLUMN_PARALLEL):
             channels = linear.in_features + linear.out_features / self.tensor
         else:
@@ -414,11 +430,11 @@ class LinearBytes:
             return 0
         elements = self.weight_elements(linear)
         output_bytes = self._wgrad_output_bytes(linear)
-        cast_bytes = self.gradient_bytes if self.gradient_bytes > output_bytes else 0
-        return max(
-            (output_bytes + cast_bytes) * elements,
-            self.gradient_bytes * elements + self._decoded_gradient_bytes(linear),
-        )
+        cast_peak = output_bytes * elements
+        if self.gradient_bytes > output_bytes:
+            cast_peak += self.gradient_bytes * elements
+        decode_peak = self.gradient_bytes * elements + self._decoded_gradient_bytes(linear)
+        return max(cast_peak, decode_peak)
 
     def _wgrad_output_bytes(self, linear: PlannedLinear) -> float:
         """Returns bytes per element of wgrad's output."""
@@ -442,10 +458,9 @@ class LinearBytes:
     ) -> float:
         """Returns peak bytes of fprop or dgrad, including the output with `width` channels."""
         output_elements = width * self.tokens
-        runs_fp8 = linear.gemms[0 if gemm == "fprop" else 1]
-        if not runs_fp8:
+        if not linear.products[gemm]:
             return self.compute_bytes * output_elements
-        contracted = self.weight_elements(linear) / width if width else 0
+        contracted = self.weight_elements(linear) / width
         peak = gemm_peak_bytes(
             self.recipe,
             self.device,
@@ -466,13 +481,16 @@ class LinearBytes:
         peak = quantize_peak_bytes(self.recipe, self.device, elements, is_gradient=True)
         if has_quantize_kernel(self.recipe, self.device):
             # The kernel writes one matrix for each GEMM, and `peak` has both.
-            matrices = 2 if dgrad and wgrad else 1
-            result = matrices * self.operand_bytes * elements
+            result = self.operand_bytes * elements
+            if dgrad and wgrad:
+                result *= 2
             return QuantizedBytes(result + peak - 2 * self.operand_bytes * elements, result)
-        first = 0.0
+        # dgrad's operand stays while grad_output is quantized again for wgrad.
+        dgrad_operand = 0.0
         if quantizes_twice(self.recipe) and dgrad and wgrad:
-            first = self.operand_bytes * elements  # dgrad's stays while wgrad's is made
-        return QuantizedBytes(first + peak, first + self.operand_bytes * elements)
+            dgrad_operand = self.operand_bytes * elements
+        result = dgrad_operand + self.operand_bytes * elements
+        return QuantizedBytes(dgrad_operand + peak, result)
 
     def requantizing_backward_bytes(
         self, linear: PlannedLinear, output_width: float, input_width: float

@@ -133,7 +133,7 @@ def plan_memory(
         waiting = waiting_gradient_bytes(recipe, part, linears, backend)
         if waiting:
             kinds["accumulation"] = waiting
-    kinds["activations"] = in_passes.kept
+    kinds["activations"] = in_passes.kept_activations
     kinds["logits"] = in_passes.logits
     kinds["backward"] = in_passes.backward
 

@@ -266,7 +266,7 @@ def planned_bytes(recipe: Recipe, device: str, backend: str, stage: int = 0) -> 
 
     forward = plan["activations"] + fp8_copies
     if part.output:
-        forward += logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept
+        forward += logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept_bytes
     gathered = plan.get("gathered", 0)
     if part.shard == "fsdp":
         forward += root_bytes(recipe, part, linears, count_parameters(recipe, part).total)
