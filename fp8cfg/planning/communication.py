@@ -158,9 +158,10 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     # the gradients of their inputs and of the output layer's input. Each sum is an all-reduce.
     # With sequence parallelism it is a reduce-scatter, and the other pass has an all-gather.
     axis = Axis("tensor", part.tensor)
-    layers, backward = len(part.layers), _backward_passes(recipe, part)
+    layers = len(part.layers)
+    backward = _backward_passes(recipe, part)
     # A recomputed layer stops before its last sum, because backward does not need it.
-    recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
+    recomputed = backward.recomputed_layers
     compute_bytes = _compute_bytes(recipe)
     stream = _tokens(recipe, part, samples) * recipe.model.hidden_size * compute_bytes
     sums = 2 * layers + part.embedding + backward.inputs + recomputed
@@ -184,13 +185,13 @@ class _BackwardPasses(NamedTuple):
     """Numbers of modules with gradients. With LoRA, modules before the first adapter have none.
 
     Attributes:
-        layers: Transformer layers.
+        recomputed_layers: Transformer layers with a second forward pass (full recomputation).
         attention: Attention modules.
         inputs: Inputs of attention, MLP and output layer.
         outputs: Outputs of attention, MLP and embedding.
     """
 
-    layers: int
+    recomputed_layers: int
     attention: int
     inputs: int
     outputs: int
@@ -201,16 +202,18 @@ def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
     # Linear layers are numbered in the order of the forward pass, four per Transformer layer:
     # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer.
     first_trained = _first_trained(recipe)
-    layers = attention = inputs = outputs = 0
+    recomputes_layers = recipe.model.recompute_granularity == "full"
+    recomputed_layers = attention = inputs = outputs = 0
     for layer in part.layers:
         qkv, proj, fc1, fc2 = range(4 * layer, 4 * layer + 4)
-        layers += first_trained <= fc2
+        if recomputes_layers:
+            recomputed_layers += first_trained <= fc2
         attention += first_trained <= qkv
         inputs += (first_trained < qkv) + (first_trained < fc1)
         outputs += (first_trained <= proj) + (first_trained <= fc2)
     inputs += part.output and first_trained < 4 * recipe.model.num_layers
     outputs += part.embedding and first_trained < 0
-    return _BackwardPasses(layers, attention, inputs, outputs)
+    return _BackwardPasses(recomputed_layers, attention, inputs, outputs)
 
 
 def _first_trained(recipe: Recipe) -> int:
@@ -242,10 +245,11 @@ def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]
     # A recomputed layer gathers again. Layers before the first adapter have no gradients.
     axis = Axis("context", part.context)
     backward = _backward_passes(recipe, part)
-    recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
     channels = 2 * (recipe.model.num_query_groups // part.tensor) * recipe.model.head_dim
     shard = _tokens(recipe, part, samples) * channels * _compute_bytes(recipe)
-    yield from axis.all_gather("keys and values", shard, len(part.layers) + recomputed)
+    yield from axis.all_gather(
+        "keys and values", shard, len(part.layers) + backward.recomputed_layers
+    )
     yield from axis.reduce_scatter("keys and values", shard, backward.attention)
 
 
@@ -294,13 +298,15 @@ def _data_parallel(
     if part.shard == "zero2":
         # Each gradient goes to its owner. A rank sends all but its own.
         loads = _loads(gradients, owners, axis.ranks)
-        owned = min(loads) if rank is None else loads[rank]
+        owned = min(loads)
+        if rank is not None:
+            owned = loads[rank]
         yield from axis.send("gradients", sum(loads) - owned)
-    fp8_layers = _fp8_weights(linears) if part.state.fp8_weights else set()
+    fp8_layers = _fp8_weights(linears)
     weights: dict[str, float] = {}
     for name, shape in shapes.items():
         element_bytes = ELEMENT_BYTES[columns[name]["weight"]]
-        if name in fp8_layers:
+        if part.state.fp8_weights and name in fp8_layers:
             element_bytes += fp8_weight_extra_bytes(recipe)
         weights[name] = prod(shape) * element_bytes
     # An all-gather needs equal messages: each is padded to the largest load of a rank.
@@ -323,27 +329,32 @@ def _fully_sharded(
     than float32. With LoRA, only fsdp gathers frozen weights.
     """
     state, shard = part.state, part.shard
-    is_fsdp = shard == "fsdp"
     passes = microbatches(recipe, part)
-    axis = _same_parameters(part)._replace(ranks=shard_degree(recipe, part))
-    replicas = _same_parameters(part) if shard == "none" else Axis("replicate", part.groups)
+    layer_gathers = root_gathers = reductions = 1
+    if shard in ("zero2", "fsdp"):
+        reductions = passes
+    if shard == "fsdp":
+        layer_gathers = 2 * passes
+        if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
+            root_gathers = passes
 
+    axis = _same_parameters(part)._replace(ranks=shard_degree(recipe, part))
+    replicas = Axis("replicate", part.groups)
+    if shard == "none":  # each rank is a replica
+        replicas = _same_parameters(part)
     comm_bytes = ELEMENT_BYTES[state.linear["comm"]]
     replica_bytes = comm_bytes
     if shard in ("zero1", "zero2"):
         replica_bytes = ELEMENT_BYTES[state.other["weight_grad"]]
-    reductions = passes if shard in ("zero2", "fsdp") else 1
-    adds_in_float32 = replica_bytes == 4 and recipe.storage.accumulate == "wide"
-    replica_sums = 1 if adds_in_float32 else reductions
-    layer_gathers = root_gathers = 1
-    if is_fsdp:
-        layer_gathers = 2 * passes
-        in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
-        root_gathers = 1 if in_pipeline else passes
+    replica_sums = reductions
+    if replica_bytes == 4 and recipe.storage.accumulate == "wide":
+        replica_sums = 1
 
     weights, gradients = _shard_sizes(recipe, part, linears, backend)
     for group, weight_bytes in weights.items():
-        gathers = layer_gathers if group else root_gathers  # the root's name is ""
+        gathers = layer_gathers
+        if group == "":  # the root
+            gathers = root_gathers
         yield from axis.all_gather("weights", weight_bytes, gathers)
         elements = gradients[group]
         if elements:
@@ -363,12 +374,12 @@ def _shard_sizes(
     if is_fsdp:
         shapes = {**local_shapes(recipe, part), **trained}
         gathers_fp8 = gathered(recipe.precision, backend) == "fp8"
-    fp8_layers = _fp8_weights(linears) if gathers_fp8 else set()
+    fp8_layers = _fp8_weights(linears)
     columns = parameter_columns(state, linears, shapes)
     weights, gradients = Counter[str](), Counter[str]()
     for name, shape in shapes.items():
         elements = shard_elements(state, name, shape, shard_degree(recipe, part))
-        if name in fp8_layers:
+        if gathers_fp8 and name in fp8_layers:
             element_bytes = ELEMENT_BYTES["fp8"] + fp8_weight_extra_bytes(recipe)
         elif is_fsdp:
             element_bytes = ELEMENT_BYTES[state.gathered_dtype]

@@ -221,12 +221,18 @@ class FsdpSchedule(BackwardSchedule):
         self.shards = shard_degree(recipe, part)
         self.gradient_bytes = gradient_bytes
         self.reduces_once = reduces_once(recipe, part)
-        self.fresh_gradient_bytes = 0.0 if self.reduces_once else gradient_bytes
+        self.fresh_gradient_bytes = gradient_bytes
+        if self.reduces_once:
+            self.fresh_gradient_bytes = 0.0
 
-        # Bytes per element of the copy that is reduced, and of its sum.
-        self.copy_bytes = comm_bytes if shard in ("none", "fsdp") else gradient_bytes
-        # Of a second copy in the dtype that is sent, if that differs (parallel/fsdp.py).
-        self.cast_bytes = 0.0 if comm_bytes == self.copy_bytes else comm_bytes
+        # Bytes per element of the copy that is reduced, and of its sum. zero1 and zero2 copy
+        # gradients as stored and cast them to the dtype that is sent (parallel/fsdp.py).
+        self.copy_bytes = comm_bytes
+        self.cast_bytes = 0.0
+        if shard in ("zero1", "zero2"):
+            self.copy_bytes = gradient_bytes
+            if comm_bytes != gradient_bytes:
+                self.cast_bytes = comm_bytes
         # Of gloo's own copy; with one shard of the copy that torch divides (torch 2.13).
         self.extra_copy_bytes = 0.0
         if device == "cpu" or self.shards == 1:
@@ -303,7 +309,9 @@ class FsdpSchedule(BackwardSchedule):
         if self.shards > 1:
             freed = self.gradient_bytes * (gradients - last_parameter)
         sending = self.cast_bytes * (gradients + shard_elements) + self.extra_copy_bytes * gradients
-        widening = 4 * shard_elements if self.copy_bytes < 4 else 0  # the sum in float32
+        widening = 0.0
+        if self.copy_bytes < 4:
+            widening = 4 * shard_elements  # the sum in float32
         sum_shard = self.copy_bytes * shard_elements
         return existing + max(copy, copy - freed + sum_shard + max(sending, widening))
 

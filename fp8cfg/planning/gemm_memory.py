@@ -155,10 +155,12 @@ def gemm_peak_bytes(
     has_scaled_operands = scaling.block and not scaling.two_levels
     if per_row(recipe.fp8):
         after_product = 12.0  # float32 sums, times row scales, times column scales
-    elif has_scaled_operands:
-        after_product = 4 + (output_bytes if output_bytes < 4 else 0)  # float32 sums and the cast
+    elif not has_scaled_operands:
+        after_product = 8.0  # float32 sums, times the scale
+    elif output_bytes < 4:
+        after_product = 4 + output_bytes  # float32 sums and the cast
     else:
-        after_product = 8  # float32 sums, times the scale
+        after_product = 4.0  # float32 sums
     return max(copy_bytes + 4 * output_elements, after_product * output_elements)
 
 
@@ -200,8 +202,10 @@ def _rounding_bytes(recipe: Recipe, is_gradient: bool) -> float:
         num_bytes += 2 * 4 / (tile[0] * tile[1])  # two float32 scales per tile
     if scaling.two_levels:
         # Four bits: scaled, clamped, exponent, step, number of steps, product, product clamped.
-        random_bytes = 4 if is_gradient and recipe.fp8.stochastic_rounding else 0
-        return num_bytes + 7 * 4 + random_bytes
+        num_bytes += 7 * 4
+        if is_gradient and recipe.fp8.stochastic_rounding:
+            num_bytes += 4  # random numbers
+        return num_bytes
     return num_bytes + 4 + 4 + 1  # scaled, clamped, FP8
 
 
@@ -244,9 +248,11 @@ def requantizing_backward_bytes(
             return _torchao_emulated_bytes(
                 compute_bytes, is_mx, a_elements, b_elements, output_elements
             )
+        output = compute_bytes * output_elements
+        if is_mx:
+            return output
         # Float8 GEMMs copy both operands into the layout of cuBLAS.
-        copies = 0 if is_mx else a_elements + b_elements
-        return copies + compute_bytes * output_elements
+        return a_elements + b_elements + output
 
     _, dgrad, wgrad = linear.gemms
     moments: list[float] = []
@@ -273,12 +279,18 @@ def requantizing_backward_bytes(
 def _torchao_quantize_bytes(recipe: Recipe, device: str) -> float:
     """Returns peak bytes per element while torchao quantizes, including the FP8 element."""
     if SCALINGS[recipe.fp8.scaling].torchao != "mx":
-        return 4 + 4 + FLOAT8_BYTES  # scaled and clamped in float32
+        # Scaled and clamped in float32 (torchao 0.18, float8/float8_training_tensor.py).
+        return 4 + 4 + FLOAT8_BYTES
     if not emulates_gemms(recipe, device):
         return MX_BYTES  # one kernel
-    # PyTorch operators: quotients, a transposed copy, and amaxes of each block of 32.
-    matrices = 14 if ELEMENT_BYTES[recipe.precision.compute] == 2 else 12
-    return matrices + 13 / 32
+    # PyTorch operators (torchao 0.18, to_mx in prototype/mx_formats/mx_tensor.py): a transposed
+    # copy, the same in float32, quotients, clamped quotients.
+    compute_bytes = ELEMENT_BYTES[recipe.precision.compute]
+    matrix_bytes = compute_bytes + 4 + 4
+    if compute_bytes < 4:
+        matrix_bytes += 4
+    # Of each block of 32: the amax in float32 and as int32, the scale in E8M0 and in float32.
+    return matrix_bytes + (4 + 4 + 1 + 4) / 32
 
 
 def _torchao_emulated_bytes(

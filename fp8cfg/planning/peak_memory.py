@@ -82,7 +82,9 @@ class Parameters:
     @property
     def trained(self) -> Parameters:
         """The trained parameters: all of them, or only the adapters, counted as `other`."""
-        return Parameters(0, self.adapters) if self.adapters else self
+        if self.adapters:
+            return Parameters(0, self.adapters)
+        return self
 
 
 def plan_memory(
@@ -125,8 +127,11 @@ def plan_memory(
         if unquantized:
             kinds["accumulation"] = unquantized
     elif schedule:
-        reduces_once = schedule.reduces_once
-        kinds["accumulation"] = in_passes.unsharded + (wider if reduces_once else unquantized)
+        kinds["accumulation"] = in_passes.unsharded
+        if schedule.reduces_once:
+            kinds["accumulation"] += wider
+        else:
+            kinds["accumulation"] += unquantized
     elif wider > 0:
         kinds["accumulation"] = wider
     elif device == "cuda" or part.tensor > 1:
@@ -238,8 +243,10 @@ def persistent_memory(
         extra = int(counts.linear * fp8_weight_extra_bytes(recipe))
         extra += row_scale_bytes(recipe, part, linears)
         # FSDP2 gathers scales and second copies with the weights, and frees them after the step.
-        is_gathered = by_fsdp2(recipe, part.state, part.shards, backend) and not counts.adapters
-        kinds["weights" if is_gathered else "FP8 copies"] += extra
+        if by_fsdp2(recipe, part.state, part.shards, backend) and not counts.adapters:
+            kinds["weights"] += extra
+        else:
+            kinds["FP8 copies"] += extra
     return kinds
 
 
@@ -377,9 +384,12 @@ def optimizer_step_bytes(
         widened_gradients = 4 * counts.trained.total
     quantized_weight = 0
     if part.state.fp8_weights and not counts.adapters and not is_fsdp2:
-        # One weight at a time: float32, clamped in float32, and FP8. Low-bit masters are decoded
-        # to float32 first.
-        quantized_weight = (13 if is_low_bit else 9) * largest_fp8 // part.tensor
+        # One weight at a time: scaled in float32, clamped in float32, and FP8. Low-bit masters are
+        # decoded to float32 first.
+        element_bytes = 4 + 4 + 1
+        if is_low_bit:
+            element_bytes += 4
+        quantized_weight = element_bytes * largest_fp8 // part.tensor
     piece = 0
     if is_low_bit:
         shapes = parameter_shapes(transformer_config(recipe))
@@ -392,9 +402,11 @@ def optimizer_step_bytes(
         is_fsdp2 and gathers_params(precision, backend)
     )
     if device == "cpu" and history and quantizes_after_step:
-        # Magnitudes of a shard, a mask, and magnitudes without NaN. A GPU has a kernel.
-        shards = shard_degree(recipe, part) if is_fsdp2 else 1
-        amaxes = 9 * largest_fp8 // part.tensor // shards
+        # Magnitudes in float32, a bool mask, and magnitudes without NaN (numerics/amax.py). A GPU
+        # has a kernel.
+        amaxes = (4 + 1 + 4) * largest_fp8 // part.tensor
+        if is_fsdp2:
+            amaxes //= shard_degree(recipe, part)
     return max(widened_gradients, quantized_weight, piece, rolled_histories, amaxes)
 
 
@@ -413,10 +425,13 @@ def memory_table(
     kinds = plan_memory(recipe, device, part, backend)
     notes = _notes(recipe, part, backend or planned_backend(recipe))
     rows = []
-    for kind, bytes_ in kinds.items():
-        if bytes_:
-            per_parameter = "" if kind in NOT_PARAMETERS else f"{bytes_ / count:.1f}"
-            rows.append([kind, size(bytes_), per_parameter, notes[kind]])
+    for kind, num_bytes in kinds.items():
+        if num_bytes == 0:
+            continue
+        per_parameter = ""
+        if kind not in NOT_PARAMETERS:
+            per_parameter = f"{num_bytes / count:.1f}"
+        rows.append([kind, size(num_bytes), per_parameter, notes[kind]])
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
@@ -427,11 +442,9 @@ def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
     columns = remarks.chart_row(recipe, part.state)
     shard = part.shard
     tokens = f"{recipe.trainer.micro_batch_size} x {model.seq_length // part.context} tokens"
-    is_recomputed = model.recompute_granularity == "full"
     shards_text = ""
     if shard in ("zero1", "zero2") and part.shards > 1:
         shards_text = f", {shard} over {part.shards}"
-    widens_gradients = gradient_bytes(part) < 4 and not part.state.low_bit
 
     notes = _dtype_notes(recipe, part)
     notes |= {
@@ -442,11 +455,15 @@ def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
         "activations": f"{tokens}, recompute {model.recompute_granularity}",
         "logits": f"vocab_size={model.vocab_size}",
         COMING: "less: freed before gradients exist",
-        "backward": "one layer again" if is_recomputed else "gradients of activations",
+        "backward": "gradients of activations",
         "gradient sums": "messages, and sums in fp32",
-        "optimizer step": "fp32 gradients" if widens_gradients else "chunks to be quantized",
+        "optimizer step": "chunks to be quantized",
         "to start": "more: the model in fp32, before it is quantized",
     }
+    if model.recompute_granularity == "full":
+        notes["backward"] = "one layer again"
+    if gradient_bytes(part) < 4 and not part.state.low_bit:
+        notes["optimizer step"] = "fp32 gradients"
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     if recipe.lora.enabled and shard == "fsdp":
         notes["weights"] = f"{precision.compute}, adapters fp32"
@@ -472,10 +489,12 @@ def _fp8_copies_note(recipe: Recipe, part: Part, backend: str) -> str:
     """Returns the note on "FP8 copies": quantized weights, or data next to FP8 primary weights."""
     keeps_all_passes = keeps_quantized_weights(recipe, part, backend)
     if not part.state.fp8_weights:
-        passes = "for all passes of a step" if keeps_all_passes else "forward to backward"
-        return f"quantized weights, {passes}"
-    has_history = SCALINGS[recipe.fp8.scaling].history
-    note = "scales, amax histories" if has_history else "for dgrad, and scales"
+        if keeps_all_passes:
+            return "quantized weights, for all passes of a step"
+        return "quantized weights, forward to backward"
+    note = "for dgrad, and scales"
+    if SCALINGS[recipe.fp8.scaling].history:
+        note = "scales, amax histories"
     if keeps_all_passes and recipe.fp8.keep_transpose_cache:
         note += ", transposes"
     return note

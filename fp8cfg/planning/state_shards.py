@@ -63,7 +63,9 @@ def state_bytes(
     sharded_kinds = SHARDED_KINDS[shard]
     if is_fsdp2:
         # FSDP2 shards gradients under zero1 too.
-        sharded_kinds = SHARDED_KINDS["fsdp" if shard == "fsdp" else "zero2"]
+        sharded_kinds = SHARDED_KINDS["zero2"]
+        if shard == "fsdp":
+            sharded_kinds = SHARDED_KINDS["fsdp"]
         ranks = shard_degree(recipe, part)
         fsdp_rank = (rank or 0) % ranks  # rank 0 has the most
         sharded = {
@@ -86,12 +88,16 @@ def state_bytes(
         if kind == "weights" and kind not in sharded_kinds:
             continue
         kinds[kind] = 0
-        for name, count in (sharded if kind in sharded_kinds else all_elements).items():
+        elements = all_elements
+        if kind in sharded_kinds:
+            elements = sharded
+        for name, count in elements.items():
             dtypes = columns[name]
             if kind == "moments":
                 # If a shard would cut a block of scales, its moments stay in float32.
-                has_blocks = keeps_blocks(recipe, part, name, shapes[name], is_fsdp2)
-                dtypes = moments if has_blocks else float32_moments
+                dtypes = float32_moments
+                if keeps_blocks(recipe, part, name, shapes[name], is_fsdp2):
+                    dtypes = moments
             for column in kind_columns:
                 kinds[kind] += stored_bytes(dtypes[column], count)
     return kinds

@@ -30,7 +30,8 @@ from fp8cfg.schema.storage import PER_TENSOR, SCALED
 # Largest number of elements in a message (parallel/quantized_allreduce.py).
 MESSAGE = 32 * 1024 * 1024
 
-# Limits of float32 gradients quantized together (optim): elements and tensors.
+# Limits of float32 gradients quantized together: elements (optim/low_bit/gradients.py, WAITING) and
+# tensors (optim/low_bit/adam_step.py, TOGETHER).
 WAITING = 1 << 26
 TOGETHER = 4
 
@@ -71,8 +72,10 @@ def reduction_bytes(
             is_quantized_later = gradient_dtype in SCALED and not quantizes_first
             if gradient_dtype != dtype or is_quantized_later:
                 cast_elements += sizes[name]
-        reduced_owners = owners if shard == "zero2" else {}
-        widest = max(widest, _message_bytes(part, dtype, sizes, cast_elements, reduced_owners))
+        gradient_owners: dict[str, int] = {}
+        if shard == "zero2":
+            gradient_owners = owners
+        widest = max(widest, _message_bytes(part, dtype, sizes, cast_elements, gradient_owners))
 
     weights: dict[str, int] = {}
     for name in owners:
@@ -103,7 +106,9 @@ def _message_bytes(
     message = min(MESSAGE, total)
     if dtype not in SCALED and not owners:
         return int(element_bytes * (message + min(message, cast_elements)))  # plain all-reduce
-    sum_elements = _largest_load(sizes, owners) if owners else -(-total // part.shards)
+    sum_elements = -(-total // part.shards)
+    if owners:
+        sum_elements = _largest_load(sizes, owners)
     received = min(part.shards * sum_elements, MESSAGE)
     # Float32: the sums, and a received gradient before and after it is scaled.
     decoded = 2 * min(sum_elements, max(sizes.values()))
