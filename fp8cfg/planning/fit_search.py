@@ -60,7 +60,9 @@ class Fit:
 
     def where(self, here: str) -> str:
         """Returns `here`, or "on N GPUs" if the recipe needs more ranks."""
-        return f"on {self.ranks} GPUs" if self.ranks else here
+        if self.ranks:
+            return f"on {self.ranks} GPUs"
+        return here
 
 
 CommandLine = Callable[[Fit], str]
@@ -123,9 +125,11 @@ class Search:
             if peak <= self.free:
                 break
             changed = _changed(best, remedy)
-            lower = self._peak(changed, world) if changed else None
-            if changed and lower is not None and lower < peak:
-                best, peak = changed, lower
+            if changed is None:
+                continue
+            changed_peak = self._peak(changed, world)
+            if changed_peak is not None and changed_peak < peak:
+                best, peak = changed, changed_peak
         return Fit(best, changed_overrides(recipe, best), peak=peak)
 
     def _start(self, recipe: Recipe, world: int) -> tuple[Recipe, int] | None:
@@ -135,8 +139,10 @@ class Search:
         for layout, backend, micro in product(_layouts(recipe, world), backends, _halved(recipe)):
             values = {**flat(layout, "trainer.strategy"), "backend": backend, **micro}
             changed = _changed(recipe, values)
-            peak = self._peak(changed, world) if changed else None
-            if changed and peak is not None:
+            if changed is None:
+                continue
+            peak = self._peak(changed, world)
+            if peak is not None:
                 return changed, peak
         return None
 
@@ -170,7 +176,7 @@ def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
     if strategy.virtual_pipeline_model_parallel_size is None:
         pipeline = gcd(pipeline, model.num_layers)
     context = gcd(strategy.context_parallel_size, world // (tensor * pipeline))
-    cut: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "context_parallel_size": context,
@@ -178,9 +184,9 @@ def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
         "data_parallel_replicate_size": 1,
     }
     if pipeline == 1:
-        cut["virtual_pipeline_model_parallel_size"] = None
-        cut["pipeline_schedule"] = Strategy().pipeline_schedule
-    yield strategy.model_copy(update=cut)
+        sizes["virtual_pipeline_model_parallel_size"] = None
+        sizes["pipeline_schedule"] = Strategy().pipeline_schedule
+    yield strategy.model_copy(update=sizes)
 
 
 def _halved(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -215,10 +221,13 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
         changed = resolve_recipe(assigned(recipe, new), dict.fromkeys(new, Rank.USER))
     except ConfigError:
         return None
-    trainer, level = changed.recipe.trainer, changed.recipe.precision.opt_level
-    if changed.problems or trainer.global_batch_size != recipe.trainer.global_batch_size:
+    if changed.problems:
         return None
-    return changed.recipe if level == recipe.precision.opt_level else None
+    if changed.recipe.trainer.global_batch_size != recipe.trainer.global_batch_size:
+        return None
+    if changed.recipe.precision.opt_level != recipe.precision.opt_level:
+        return None
+    return changed.recipe
 
 
 def changed_overrides(before: Recipe, after: Recipe) -> tuple[str, ...]:
@@ -232,7 +241,7 @@ def _text(value: Any) -> str:
     """A value in the syntax of overrides: JSON, but strings without quotes."""
     if isinstance(value, str):
         return value
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return json.dumps(value)
 
 
 def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
@@ -256,7 +265,9 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
         backend(small, world)
     except ConfigError:
         return None
-    return None if layout_violations(small, world) else Fit(marked, (SMOKE,))
+    if layout_violations(small, world):
+        return None
+    return Fit(marked, (SMOKE,))
 
 
 def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
@@ -282,9 +293,10 @@ def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -
 
 def append_smallest_peak(problems: Sequence[str], fit: Fit) -> list[str]:
     """Appends the smallest peak to the last problem, for recipes that fit nowhere."""
-    words = f", with {overrides_only(fit)}" if fit.words else ""
-    short = f"the whole model needs at least {size(fit.peak)}{words}"
-    return [*problems[:-1], f"{problems[-1]}; {short}"]
+    problem = f"{problems[-1]}; the whole model needs at least {size(fit.peak)}"
+    if fit.words:
+        problem += f", with {overrides_only(fit)}"
+    return [*problems[:-1], problem]
 
 
 def memory_problem(
@@ -321,11 +333,15 @@ def check_memory(recipe: Recipe, device: str, free: int, backend: str | None = N
     def same_backend(recipe: Recipe, world: int) -> str | None:
         return backend
 
-    problems = [problem]
-    fit = Search(device, free, same_backend).nearest(recipe, ranks())
-    if fit and fit.peak > free:
-        problems = append_smallest_peak(problems, fit)
-        fit = None
-    fits = [fit, smoke_run(recipe, ranks(), same_backend)]
-    words = " · ".join(overrides_only(fit) for fit in fits if fit)
-    raise ConfigError([f"{problems[0]}; nearest that fit: {words}" if words else problems[0]])
+    fits = []
+    nearest = Search(device, free, same_backend).nearest(recipe, ranks())
+    if nearest and nearest.peak > free:
+        [problem] = append_smallest_peak([problem], nearest)
+    elif nearest:
+        fits.append(nearest)
+    smoke_fit = smoke_run(recipe, ranks(), same_backend)
+    if smoke_fit:
+        fits.append(smoke_fit)
+    if fits:
+        problem += f"; nearest that fit: {' · '.join(map(overrides_only, fits))}"
+    raise ConfigError([problem])

@@ -94,7 +94,9 @@ def gpu_of_device(name: str) -> GPU | None:
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if "a100" in words:
-        return GPUS["a100-80" if "80gb" in words else "a100-40"]
+        if "80gb" in words:
+            return GPUS["a100-80"]
+        return GPUS["a100-40"]
     if "h100" in words and "pcie" in words:
         return GPUS["h100-pcie"]
     # Other models have other peaks.
@@ -286,8 +288,9 @@ def compare_sizes(recipe: Recipe, part: Part) -> str:
     """Returns a line to compare the recipe's GEMM sizes with the published measurements."""
     hidden, mlp = recipe.model.hidden_size, recipe.model.ffn_hidden_size
     tokens = recipe.trainer.micro_batch_size * recipe.model.seq_length // part.context
-    split = f", each matrix over {part.tensor} GPUs" if part.tensor > 1 else ""
-    sizes = f"hidden {hidden}, MLP {mlp}, {tokens} tokens{split}"
+    sizes = f"hidden {hidden}, MLP {mlp}, {tokens} tokens"
+    if part.tensor > 1:
+        sizes += f", each matrix over {part.tensor} GPUs"
     published_sizes = f"than hidden {HIDDEN}, MLP {MLP}, {TOKENS} tokens of those GEMMs"
     # Half of the published tokens still fill the GPU.
     is_smaller = hidden * mlp < HIDDEN * MLP or tokens * 2 < TOKENS or part.tensor > 1

@@ -234,7 +234,7 @@ def layout_violations(recipe: Recipe, ranks: int, is_custom_model: bool = False)
     # Each size divides the ranks, but their product does not.
     if ranks % replica and not any(ranks % size for size in sizes.values()):
         (first, size), *remaining = [(name, size) for name, size in sizes.items() if size > 1]
-        other_sizes = " and ".join(f"{name}={other}" for name, other in remaining)
+        other_sizes = " and ".join(f"{name}={size}" for name, size in remaining)
         message = f"with {other_sizes} needs a multiple of {replica} ranks, got {ranks};"
         message += f" launch {_next_multiple(ranks, replica)} ranks"
         violations.append(_violation(f"{strategy.key(first)}={size}", message))
@@ -367,9 +367,12 @@ def split_dimension(recipe: Recipe, name: str) -> int | None:
     layer, _, adapter = name.partition(".lora.")
     if adapter:
         # Of an update B A, only the factor next to the split dimension of the weight is split.
-        if layer.rpartition(".")[2] in COLUMN:
-            return 0 if name.endswith("lora_B") else None
-        return 1 if name.endswith("lora_A") else None
+        is_column_parallel = layer.rpartition(".")[2] in COLUMN
+        if is_column_parallel and name.endswith("lora_B"):
+            return 0
+        if not is_column_parallel and name.endswith("lora_A"):
+            return 1
+        return None
     module = name.split(".")[-2]
     if module in COLUMN:
         return 0
@@ -384,7 +387,7 @@ def local_shapes(
     recipe: Recipe,
     part: Part,
     layers: Sequence[int] | None = None,
-    of: Mapping[str, tuple[int, ...]] | None = None,
+    full_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a part's parameters after tensor parallelism, before storage.shard.
 
@@ -392,15 +395,17 @@ def local_shapes(
         recipe: The recipe.
         part: The part.
         layers: Numbers of layers, to return only their parameters. Defaults to the whole part.
-        of: Full shapes by name. Defaults to all parameters of the model.
+        full_shapes: Full shapes by name. Defaults to all parameters of the model.
     """
     # A tied output layer on another pipeline stage has a copy of the embedding.
-    numbers = set(part.layers if layers is None else layers)
     is_tied = recipe.model.share_embeddings_and_output_weights and part.output
-    if of is None:
-        of = parameter_shapes(transformer_config(recipe))
+    numbers = set(part.layers)
+    if layers is not None:
+        numbers = set(layers)
+    if full_shapes is None:
+        full_shapes = parameter_shapes(transformer_config(recipe))
     shapes = {}
-    for name, shape in of.items():
+    for name, shape in full_shapes.items():
         first, _, suffix = name.partition(".")
         if first == "layers":
             is_local = int(suffix.partition(".")[0]) in numbers
@@ -417,7 +422,9 @@ def local_shapes(
 
 def _local_shape(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the largest tensor-parallel shard."""
-    dimension = split_dimension(recipe, name) if part.tensor > 1 else None
+    if part.tensor == 1:
+        return shape
+    dimension = split_dimension(recipe, name)
     if dimension is None:
         return shape
     local = list(shape)

@@ -100,9 +100,11 @@ def _data_section(report: PlanReport) -> str:
 def _problem_section(report: PlanReport) -> str:
     """The problems, and the overrides of a recipe that runs instead."""
     lines = [f"does not run: {problem}" for problem in report.problems]
-    if report.offered:
-        more = f"on {report.offered.ranks} GPUs " if report.offered.ranks else ""
-        lines.append(f"runs {more}with: {' '.join(report.write)}")
+    overrides = " ".join(report.write)
+    if report.offered and report.offered.ranks:
+        lines.append(f"runs on {report.offered.ranks} GPUs with: {overrides}")
+    elif report.offered:
+        lines.append(f"runs with: {overrides}")
     return "\n".join(wrapped(line, more="  ") for line in lines)
 
 
@@ -132,16 +134,18 @@ def _layout_section(report: PlanReport) -> list[str]:
     }
     # The product of the axes is the number of ranks. HSDP groups are part of the data axis.
     product = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+    layout = f"layout: {report.world} ranks = {product}"
     groups = strategy.data_parallel_replicate_size
-    replicas = f", {groups} groups with full state" if groups > 1 else ""
-    lines = [model, f"layout: {report.world} ranks = {product}{replicas}"]
+    if groups > 1:
+        layout += f", {groups} groups with full state"
+    lines = [model, layout]
     if layout_violations(report.recipe, report.world):
         lines.append("plan only: training does not support this layout")
     if len(report.ranks) > 1:
         rows = []
         for rank in report.ranks:
-            layers, parameter_count = str(len(rank.part.layers)), amount(rank.parameters)
-            rows.append([rank.part.name, layers, parameter_count, size(rank.total)])
+            layers = str(len(rank.part.layers))
+            rows.append([rank.part.name, layers, amount(rank.parameters), size(rank.total)])
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
     return lines
 
@@ -151,14 +155,15 @@ def _memory_section(report: PlanReport) -> list[str]:
     recipe, part = report.recipe, report.widest.part
     lines: list[str] = [memory_table(recipe, report.hardware.device, part, report.backend)]
     lines += _more_than_chart(report)
-    gathers = gather_line(recipe, part, report.backend) if report.backend else ""
-    if gathers:
-        lines.append(gathers)
+    if report.backend:
+        gathers = gather_line(recipe, part, report.backend)
+        if gathers:
+            lines.append(gathers)
     if len(report.ranks) > 1:
         lines.append(f"of the {part.name}, the largest")
-    sizes = [
-        f"{granularity} {size(report.recomputing(granularity))}" for granularity in GRANULARITIES
-    ]
+    sizes = []
+    for granularity in GRANULARITIES:
+        sizes.append(f"{granularity} {size(report.recomputing(granularity))}")
     lines.append(f"activations, backward: {', '.join(sizes)}")
     if report.gpu and report.choice:
         lines.append(_fit_line(report, report.gpu))
@@ -184,7 +189,7 @@ def _fit_line(report: PlanReport, gpu: GPU) -> str:
 
 def _communication_table(report: PlanReport) -> str:
     """Table of the bytes per step on the rank with the most communication."""
-    rank = max(report.ranks, key=lambda each: each.sent_bytes)
+    rank = max(report.ranks, key=lambda rank: rank.sent_bytes)
     rows = [[f"{sent.axis}: {sent.content}", size(sent.bytes)] for sent in rank.sent]
     rows.append([f"total, {rank.part.name}", size(rank.sent_bytes)])
     return table(["sent by a rank in a step", "size"], rows, right=(1,))
@@ -196,22 +201,25 @@ def _more_than_chart(report: PlanReport) -> list[str]:
     # such as embeddings in wider dtypes.
     rank = report.widest
     per_parameter = {}
-    for kind, count in rank.memory.items():
-        if count and kind not in NOT_PARAMETERS:
-            per_parameter[kind] = count / rank.parameters
+    for kind, num_bytes in rank.memory.items():
+        if num_bytes and kind not in NOT_PARAMETERS:
+            per_parameter[kind] = num_bytes / rank.parameters
     row = remarks.chart_row(report.recipe, rank.part.state)
-    of_chart = remarks.bytes_per_parameter(row, report.shard, rank.part.shards)
+    chart = remarks.bytes_per_parameter(row, report.shard, rank.part.shards)
     total = sum(per_parameter.values())
-    if total < of_chart + 0.5:
+    if total < chart + 0.5:
         return []
-    transient = ("gathered", "FP8 copies", "accumulation")
-    extra = {kind: count for kind, count in per_parameter.items() if kind in transient}
-    reasons = [f"{kind} {count:.1f}" for kind, count in extra.items()]
-    other_bytes = total - of_chart - sum(extra.values())
-    if other_bytes > 0.05:
-        reasons.append(f"other parameters, in wider formats, {other_bytes:.1f}")
+    reasons = []
+    transient = 0.0
+    for kind, element_bytes in per_parameter.items():
+        if kind in ("gathered", "FP8 copies", "accumulation"):
+            reasons.append(f"{kind} {element_bytes:.1f}")
+            transient += element_bytes
+    wider_formats = total - chart - transient
+    if wider_formats > 0.05:
+        reasons.append(f"other parameters, in wider formats, {wider_formats:.1f}")
     line = (
-        f"total {total:.1f} B/param: {of_chart:.3g} of the chart, for a parameter of a linear layer"
+        f"total {total:.1f} B/param: {chart:.3g} of the chart, for a parameter of a linear layer"
         f" between steps, and {', '.join(reasons)}"
     )
     return [wrapped(line, more="  ")]
@@ -236,9 +244,9 @@ def _speedup_section(report: PlanReport) -> str:
         # Amdahl's law: FLOPs in FP8 take bf16 / fp8 of their BF16 time.
         bound = 1 / (1 - report.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
-    small = [
-        f"{name} {inputs} -> {outputs}" for name, (inputs, outputs) in report.too_small().items()
-    ]
+    small = []
+    for name, (inputs, outputs) in report.too_small().items():
+        small.append(f"{name} {inputs} -> {outputs}")
     lines.append(wrapped(f"too small to win: {', '.join(small) or 'none'}", more="  "))
     lines.append(f"  by {speedups.FILTER}")
     return "\n".join(lines)
@@ -248,7 +256,9 @@ def _call_text(kind: str, name: str, **arguments: Any) -> str:
     """A part of the job in the form of a Python call."""
     texts = []
     for key, value in arguments.items():
-        texts.append(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}")
+        if isinstance(value, float):
+            value = f"{value:g}"
+        texts.append(f"{key}={value}")
     return wrapped(f"{kind:<12}  {name}({', '.join(texts)})", "  ", " " * 16)
 
 
@@ -322,7 +332,9 @@ class PlanReport:
 
         The recipe may need more ranks. If the model fits nowhere, it is a smoke run.
         """
-        return self.offered.words if self.offered else ()
+        if self.offered is None:
+            return ()
+        return self.offered.words
 
     @property
     def backend(self) -> str | None:
@@ -442,9 +454,9 @@ class PlanReport:
         return plain_text(report_sections(self))
 
     def _repr_html_(self) -> str:
-        where = self.gpu.name if self.gpu else "CPU"
+        device = self.gpu.name if self.gpu else "CPU"
         ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
-        title = f"Plan of {self.recipe.name} on {ranks}, {where}"
+        title = f"Plan of {self.recipe.name} on {ranks}, {device}"
         folded = ("storage", "communication", "speed", "job")
         return sections_html(title, report_sections(self), folded)
 
@@ -477,12 +489,15 @@ def report_plan(
         world = recipe.trainer.num_nodes * recipe.trainer.devices
     if not recipe_violations:
         recipe = smoke.cut_recipe(recipe, world)
-    # Assume a CUDA version with support for block scaling, the newest feature in use.
-    hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
-    memory_per_rank = gpu.memory if gpu else UNBOUNDED
-    found_violations = violations(recipe, hardware, world, here=gpu is None)
-    if any(violation.source == "rule" for violation in found_violations):
-        raise ConfigError(found_violations)
+    hardware = Hardware("cpu")
+    memory_per_rank = UNBOUNDED
+    if gpu:
+        # Assume a CUDA version with support for block scaling, the newest feature in use.
+        hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA)
+        memory_per_rank = gpu.memory
+    all_violations = violations(recipe, hardware, world, here=gpu is None)
+    if any(violation.source == "rule" for violation in all_violations):
+        raise ConfigError(all_violations)
     # A plan without a backend still has memory and coverage, so this error is only recorded.
     choice: Choice | None = None
     refusals: list[str] = []
@@ -502,13 +517,7 @@ def report_plan(
                 lines = append_commands(lines, fit.where("there"), [command_line(fit)])
         raise ConfigError([*refusals, *lines]) from None
     backend = choice.backend if choice else None
-    ranks = []
-    for part in layout:
-        sent: Sequence[Sent] = ()
-        if world > 1:
-            sent = step_traffic(recipe, part, backend or planned_backend(recipe))
-        bytes_by_kind = plan_memory(recipe, hardware.device, part, backend)
-        ranks.append(Rank(part, count_parameters(recipe, part).total, bytes_by_kind, sent))
+    ranks = _plan_ranks(recipe, layout, world, hardware.device, backend)
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
     layout_problems = [str(violation) for violation in layout_violations(recipe, world)]
     problems: Sequence[str]
@@ -520,7 +529,11 @@ def report_plan(
     offered = None
     if problems or layout_problems:
         problems, offered = _find_alternative(problems, recipe, world, hardware, memory_per_rank)
-    command = command_line(offered) if offered else ""
+    command_lines = []
+    if offered:
+        command = command_line(offered)
+        if command:
+            command_lines.append(command)
     low_coverage = min_coverage_problem(recipe, coverage)
     if low_coverage:
         problems = [*problems, low_coverage]
@@ -539,9 +552,23 @@ def report_plan(
         ranks=ranks,
         problems=problems,
         offered=offered,
-        lines=[command] if command else [],
+        lines=command_lines,
         built=built,
     )
+
+
+def _plan_ranks(
+    recipe: Recipe, layout: Sequence[Part], world: int, device: str, backend: str | None
+) -> list[Rank]:
+    """Plans memory and communication of each kind of rank."""
+    ranks = []
+    for part in layout:
+        sent: Sequence[Sent] = ()
+        if world > 1:
+            sent = step_traffic(recipe, part, backend or planned_backend(recipe))
+        memory = plan_memory(recipe, device, part, backend)
+        ranks.append(Rank(part, count_parameters(recipe, part).total, memory, sent))
+    return ranks
 
 
 def _memory_problems(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
@@ -566,17 +593,19 @@ def _find_alternative(
         none.
     """
 
-    def backend(other: Recipe, ranks: int) -> str:
-        part = rank_part(other, ranks)
-        return choose_backend(other, hardware, part, here=hardware.device == "cpu").backend
+    def backend(candidate: Recipe, ranks: int) -> str:
+        part = rank_part(candidate, ranks)
+        return choose_backend(candidate, hardware, part, here=hardware.device == "cpu").backend
 
     search = Search(hardware.device, free, backend)
-    meant_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    recipe_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
     closest = None
     for ranks in dict.fromkeys([world, largest_rank_count(recipe, world)]):
         if ranks == 0:  # no number of ranks divides the batch
             continue
-        placed = recipe if ranks == meant_ranks else place_on_gpus(recipe, *split_into_nodes(ranks))
+        placed = recipe
+        if ranks != recipe_ranks:
+            placed = place_on_gpus(recipe, *split_into_nodes(ranks))
         fit = search.nearest(placed, ranks)
         if fit and fit.peak <= free:
             return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
@@ -614,11 +643,11 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
         raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
     if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
         raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
-    found_gpu = find_gpu(gpu, "gpu=") if gpu else None
+    table_gpu = find_gpu(gpu, "gpu=") if gpu else None
     recipe, recipe_violations = _check_with_gpus(recipe, gpus)
     check_accelerator(recipe, gpu, "gpu=")
     copy = recipe.model_copy(deep=True)
-    return report_plan(copy, gpus, found_gpu, recipe_violations=recipe_violations)
+    return report_plan(copy, gpus, table_gpu, recipe_violations=recipe_violations)
 
 
 def _check_with_gpus(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:

@@ -36,7 +36,7 @@ from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.violation import Violation
 
 
-def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
+def check_layout(recipe: Recipe, ranks: int, is_custom_model: bool = False) -> None:
     """Raises ConfigError if training does not support the parallel layout on `ranks` ranks.
 
     The layout is never changed automatically.
@@ -44,9 +44,9 @@ def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     Args:
         recipe: The recipe.
         ranks: Number of ranks.
-        given: Whether the model is a custom model.
+        is_custom_model: Whether the model is a custom model.
     """
-    refuse_if(layout.layout_violations(recipe, ranks, given))
+    refuse_if(layout.layout_violations(recipe, ranks, is_custom_model))
 
 
 def check_run(
@@ -75,7 +75,9 @@ def check_run(
     lines: list[str] = []
     if not problems_of_layout:
         # Without a launcher, check the recipe on its own number of GPUs, as `fp8cfg check` does.
-        started = ranks or (sharding.ranks() if _launched() else None)
+        started = ranks
+        if not ranks and _launched():
+            started = sharding.ranks()
         problems = violations(recipe, hardware, started)
         # Another number of ranks may fix a layout, but not a broken rule or a missing backend.
         if problems and all(violation.source != "layout" for violation in problems):
@@ -119,39 +121,45 @@ def append_runs(
         # It runs, but needs more GPUs. Only the smoke run is left for this machine.
         problems = append_commands(problems, fit.where("here"), [whole_line(fit)])
         fit = None
-    fits = [fit, None if is_resumable else smoke_run_here(recipe, hardware, ranks)]
+    fits = [fit]
+    if not is_resumable:
+        fits.append(smoke_run_here(recipe, hardware, ranks))
     return append_commands(problems, "here", [whole_line(fit) for fit in fits if fit])
 
 
 def _problems(
-    recipe: Recipe, hardware: Hardware, of_layout: Sequence[Violation], ranks: int | None
+    recipe: Recipe,
+    hardware: Hardware,
+    problems_of_layout: Sequence[Violation],
+    ranks: int | None,
 ) -> list[str]:
     """Lists layout problems on these ranks. If there are none, checks the memory.
 
     Args:
         recipe: The recipe.
         hardware: Device of this machine.
-        of_layout: Violations of the recipe's own layout.
+        problems_of_layout: Violations of the recipe's own layout.
         ranks: Number of ranks to start here. Defaults to the ranks of this run.
     """
-    if of_layout and not ranks and not _launched():
-        return [str(violation) for violation in of_layout]
+    if problems_of_layout and not ranks and not _launched():
+        return [str(violation) for violation in problems_of_layout]
     started = ranks or sharding.ranks()
-    lines: Sequence[str | Violation] = (
-        layout.layout_violations(recipe, started)
-        or of_layout
-        or layout.uneven_batch(recipe, started)
-    )
+    lines: Sequence[str | Violation] = layout.layout_violations(recipe, started)
+    if not lines:
+        lines = problems_of_layout
+    if not lines:
+        lines = layout.uneven_batch(recipe, started)
     if lines:
         # Prefer the message for the ranks of a command on this machine.
-        lines = layout.layout_violations(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+        search_ranks = ranks or _search_ranks(recipe, hardware.device)
+        lines = layout.layout_violations(recipe, search_ranks) or lines
         return [str(line) for line in lines]
-    free, backend = (
-        free_memory(hardware.device, ranks),
-        choose_backend(recipe, hardware, layout.rank_part(recipe, started)).backend,
-    )
-    line = memory_problem(recipe, hardware.device, free, backend, started)
-    return [line] if line else []
+    free = free_memory(hardware.device, ranks)
+    choice = choose_backend(recipe, hardware, layout.rank_part(recipe, started))
+    line = memory_problem(recipe, hardware.device, free, choice.backend, started)
+    if not line:
+        return []
+    return [line]
 
 
 def _nearest(
@@ -162,15 +170,17 @@ def _nearest(
     is_resumable: IsResumable | None,
 ) -> Fit | None:
     """Finds the nearest recipe that fits on these ranks."""
-    num_ranks = ranks or _ranks(recipe, hardware.device)
+    num_ranks = ranks or _search_ranks(recipe, hardware.device)
     if not ranks and not _launched():
         # Without a launcher the recipe runs on this machine only. trainer.devices stays if it is
         # a multiple of the started ranks. Otherwise the layout might not divide it.
         devices = recipe.trainer.devices
-        recipe = place_on_gpus(recipe, 1, num_ranks if devices % num_ranks else devices)
+        if devices % num_ranks:
+            devices = num_ranks
+        recipe = place_on_gpus(recipe, 1, devices)
 
-    def backend(other: Recipe, world: int) -> str:
-        return choose_backend(other, hardware, layout.rank_part(other, world)).backend
+    def backend(candidate: Recipe, world: int) -> str:
+        return choose_backend(candidate, hardware, layout.rank_part(candidate, world)).backend
 
     return Search(hardware.device, free, backend, is_resumable).nearest(recipe, num_ranks)
 
@@ -190,15 +200,16 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     elif not ranks:
         ranks = sharding.ranks()
 
-    def backend(other: Recipe, world: int) -> str:
-        return choose_backend(other, hardware, layout.rank_part(other, world)).backend
+    def backend(candidate: Recipe, world: int) -> str:
+        return choose_backend(candidate, hardware, layout.rank_part(candidate, world)).backend
 
     fit = smoke_run(recipe, ranks, backend)
     if fit is None:
         return None
     small = smoke.cut_recipe(fit.recipe, ranks)
-    problem = memory_problem(small, hardware.device, free, backend(small, ranks), ranks)
-    return None if problem else fit
+    if memory_problem(small, hardware.device, free, backend(small, ranks), ranks):
+        return None
+    return fit
 
 
 def choose_backend(
@@ -230,17 +241,18 @@ def choose_backend(
     )
 
 
-def _ranks(recipe: Recipe, device: str) -> int:
-    """Number of ranks of this run, or of ranks that a command without a launcher starts."""
+def _search_ranks(recipe: Recipe, device: str) -> int:
+    """Number of ranks for a search on this machine."""
     if not _starts_here(device):
         return sharding.ranks()
+    # A command without a launcher starts at most one rank per GPU. The search may change layout
+    # and microbatch, so that any number of ranks is possible that divides the batch. count_ranks
+    # in cli/launch_run.py is stricter: it starts a recipe with its own layout and microbatch.
     trainer = recipe.trainer
-    max_ranks = min(count_gpus(), trainer.devices)
-    # Simpler than count_ranks in cli/launch_run.py: replicas of several ranks and the microbatch
-    # are ignored here. The fit search checks them.
-    return next(
-        count for count in range(max_ranks, 0, -1) if trainer.global_batch_size % count == 0
-    )
+    num_ranks = min(count_gpus(), trainer.devices)
+    while trainer.global_batch_size % num_ranks:
+        num_ranks -= 1
+    return num_ranks
 
 
 def _starts_here(device: str) -> bool:
@@ -319,11 +331,11 @@ def _path_problems(recipe: Recipe) -> list[str]:
         if problem:
             problems.append(f"model.weights={weights}: {problem}")
     problems += _tokenizer_problems(recipe)
-    paths = {
-        "data.tokenizer": chosen_tokenizer(recipe) if data.tokenizer else None,
-        "model.weights": weights,
-        "lora.weights": recipe.lora.weights,
-    }
+    paths: dict[str, str | None] = {}
+    if data.tokenizer:
+        paths["data.tokenizer"] = chosen_tokenizer(recipe)
+    paths["model.weights"] = weights
+    paths["lora.weights"] = recipe.lora.weights
     for key, value in paths.items():
         if value and not value.startswith(PREFIX) and not Path(value).expanduser().exists():
             problems.append(f"{key}={value}: no such file or folder here")
@@ -369,13 +381,16 @@ def _run_folder_problems(recipe: Recipe) -> list[str]:
 def _missing_data_files(source: str, path: str) -> str:
     """Returns the reason if the data files at `path` are missing, else ""."""
     if source != "tokens":
-        is_here = Path(path).exists() or any(glob.iglob(path, recursive=True))
-        return "" if is_here else "no such file or folder here"
+        if Path(path).exists() or any(glob.iglob(path, recursive=True)):
+            return ""
+        return "no such file or folder here"
     # Megatron's token files are a pair, PREFIX.bin and PREFIX.idx. The path may name either one.
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     files = [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [name for name in files if not Path(name).is_file()]
-    return f"{' and '.join(missing)} not found" if missing else ""
+    if not missing:
+        return ""
+    return f"{' and '.join(missing)} not found"
 
 
 def _preset_problems(config_dir: str | None) -> list[str]:

@@ -246,7 +246,7 @@ def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
         prefix = f"{projection.module}.lora.{projection.name}"
         shapes[f"{prefix}.lora_A"] = (rank, projection.in_features)
         shapes[f"{prefix}.lora_B"] = (projection.out_features, rank)
-    return local_shapes(recipe, part, of=shapes)
+    return local_shapes(recipe, part, full_shapes=shapes)
 
 
 def parameter_columns(

@@ -64,10 +64,12 @@ def describe_data(recipe: Recipe, place: str) -> str:
     """
     data = summarize_data(recipe)
     name = data["tokenizer"]
-    by = f", tokenizer {name}" if name else ""
-    if name and _lacks_tokenizer(name):
-        by = f", no {TOKENIZER[0]} in {name}"
-    return f"data: {data['name']}, {place}{by}"
+    line = f"data: {data['name']}, {place}"
+    if not name:
+        return line
+    if _lacks_tokenizer(name):
+        return f"{line}, no {TOKENIZER[0]} in {name}"
+    return f"{line}, tokenizer {name}"
 
 
 def _lacks_tokenizer(name: str) -> bool:
@@ -82,9 +84,11 @@ def tokenizer_name(recipe: Recipe) -> str | None:
 
     Token files do not record their tokenizer. Other data without a tokenizer trains on bytes.
     """
-    chosen = chosen_tokenizer(recipe)
     is_unknown = recipe.data.name == "tokens" and recipe.data.tokenizer is None
-    return chosen if chosen or is_unknown else BYTES
+    tokenizer = chosen_tokenizer(recipe)
+    if not tokenizer and not is_unknown:
+        return BYTES
+    return tokenizer
 
 
 def unintended_data(recipe: Recipe) -> list[str]:
@@ -99,8 +103,8 @@ def unintended_data(recipe: Recipe) -> list[str]:
     instead = f"(data.tokenizer={BYTES} if you mean bytes, trainer.smoke=true for a small run)"
     if data.name not in SHIPPED:
         return [f"data.tokenizer=null: {model} bytes; set data.tokenizer=FOLDER {instead}"]
-    wanted = " ".join(missing_overrides(recipe))
-    return [f"data={data.name}: {model} {CORPORA[data.name]}; set {wanted} {instead}"]
+    overrides = " ".join(missing_overrides(recipe))
+    return [f"data={data.name}: {model} {CORPORA[data.name]}; set {overrides} {instead}"]
 
 
 def missing_overrides(recipe: Recipe) -> list[str]:
@@ -110,10 +114,12 @@ def missing_overrides(recipe: Recipe) -> list[str]:
     """
     if not _uses_default(recipe):
         return []
-    words = ["data=jsonl", "data.path=PATH"] if recipe.data.name in SHIPPED else []
+    overrides = []
+    if recipe.data.name in SHIPPED:
+        overrides += ["data=jsonl", "data.path=PATH"]
     if not (recipe.data.tokenizer or recipe.model.path or recipe.model.weights):
-        words.append("data.tokenizer=FOLDER")
-    return words
+        overrides.append("data.tokenizer=FOLDER")
+    return overrides
 
 
 def _uses_default(recipe: Recipe) -> bool:

@@ -46,25 +46,28 @@ def violations(
     """
     if ranks is None:
         ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-    found = [
-        violation for violation in rules.broken(recipe, written) if violation.is_error(written)
-    ]
+    problems = []
+    for violation in rules.broken(recipe, written):
+        if violation.is_error(written):
+            problems.append(violation)
     # Layer patterns need valid model sizes, so broken rules are reported first.
-    if not found:
-        found += _pattern_violations(recipe)
-    has_valid_layers = not found
+    if not problems:
+        problems += _pattern_violations(recipe)
+    has_valid_layers = not problems
     if hardware is not None:
-        found += _backend_violations(recipe, hardware, ranks, here)
+        problems += _backend_violations(recipe, hardware, ranks, here)
     else:
         # Report the hardware with the fewest violations. An empty list is a valid recipe.
-        reasons = [_backend_violations(recipe, each, ranks, here=False) for each in ANY_HARDWARE]
-        reasons.sort(key=len)
-        found += reasons[0]
+        candidates = []
+        for candidate in ANY_HARDWARE:
+            candidates.append(_backend_violations(recipe, candidate, ranks, here=False))
+        candidates.sort(key=len)
+        problems += candidates[0]
     # A smoke run changes its parallel layout to a supported one.
     if has_valid_layers and not recipe.trainer.smoke:
-        found += limit_violations(recipe, ranks)
+        problems += limit_violations(recipe, ranks)
     # The backend and the layout may report the same line.
-    return list({str(violation): violation for violation in found}.values())
+    return list({str(violation): violation for violation in problems}.values())
 
 
 def _pattern_violations(recipe: Recipe) -> list[Violation]:

@@ -26,7 +26,7 @@ from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.fit_search import changed_overrides
 from fp8cfg.planning.preflight import check_layout
-from fp8cfg.planning.smoke import SAVED_AT, STEPS
+from fp8cfg.planning.smoke import SAVE_INTERVAL, STEPS
 from fp8cfg.run_folder.file_names import CHECKPOINTS, METRICS, RECIPE
 from fp8cfg.run_folder.files import RunFiles, RunFolderNotWritable
 from fp8cfg.run_folder.metrics_file import read_metrics
@@ -655,7 +655,7 @@ def resume_smoke(
     # Broadcast from the first rank. Only this rank knows the folder.
     path = Path(world.text(str(folder or "")))
     root = RunFolder.reading(path).files.folder(CHECKPOINTS)
-    names = [name for step, name in manifest.list_steps(root) if step == SAVED_AT]
+    names = [name for step, name in manifest.list_steps(root) if step == SAVE_INTERVAL]
     if not names:
         raise manifest.no_usable_checkpoint(root)
     name = names[0]
