@@ -16,6 +16,8 @@ from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.models.config import parameter_shapes
+from fp8cfg.parallel.mesh import coordinates
+from fp8cfg.planning import communication, layout
 from fp8cfg.planning.coverage import (
     Coverage,
     coverage_of_layers,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
+    from fp8cfg.parallel.process_group import World
     from fp8cfg.planning.communication import Sent
 
 
@@ -245,7 +248,6 @@ class Job:
         compiled: Whether `compile_model` was called.
         summed: Whether `sum_gradients` was called in this step.
         steps_begun: Calls of the optimizer's step, failed ones included.
-        sent_in_pass: Data that this rank sends in the passes of a microbatch, by number of samples.
     """
 
     recipe: Recipe
@@ -262,7 +264,7 @@ class Job:
     _scales: bool = field(init=False, default=False)
     summed: bool = field(init=False, default=False)
     steps_begun: int = field(init=False, default=0)
-    sent_in_pass: dict[int, list[Sent]] = field(init=False, default_factory=dict)
+    _traffic: dict[int, list[Sent]] = field(init=False, default_factory=dict)
     _sums_checked: bool = field(init=False, default=False)
     _trainer_checked: bool = field(init=False, default=False)
 
@@ -454,6 +456,24 @@ class Job:
                     for gemm, kinds in gemms.items()
                 }
         return all_stages
+
+    def quantizes_weights_once(self, num_microbatches: int) -> bool:
+        """Whether the native backend quantizes each weight once in a step of `num_microbatches`."""
+        prepared = self.prepared
+        return layout.quantizes_weights_once(
+            self.recipe, prepared.state, prepared.shard, num_microbatches
+        )
+
+    def pass_traffic(self, num_samples: int, world: World) -> list[Sent]:
+        """Returns what this rank sends in a forward and backward pass of `num_samples` sequences."""
+        if num_samples not in self._traffic:
+            # Cached: it takes milliseconds for a model with many layers.
+            strategy = self.recipe.trainer.strategy
+            stage = coordinates(strategy, world.rank, world.size)["pp"]
+            part = layout.stage_parts(self.recipe, strategy.size)[stage]
+            traffic = communication.pass_traffic(self.recipe, part, num_samples)
+            self._traffic[num_samples] = list(traffic)
+        return self._traffic[num_samples]
 
     def compile_model(self) -> None:
         """Compiles the model's training passes and the step of a low-bit optimizer.

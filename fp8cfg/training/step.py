@@ -40,11 +40,9 @@ from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.optim.loss_scale import loss_factors
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
-from fp8cfg.parallel.mesh import batch_share, coordinates
+from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.communication import pass_traffic
-from fp8cfg.planning.layout import quantizes_weights_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.training import Strategy
 
@@ -492,9 +490,7 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
 
 def quantized_weight_cache(job: Job, num_microbatches: int) -> AbstractContextManager[None]:
     """Caches quantized weights from the first microbatch for all microbatches of the step."""
-    prepared = job.prepared
-    is_cached = quantizes_weights_once(job.recipe, prepared.state, prepared.shard, num_microbatches)
-    return cached_weights(job.model, is_cached)
+    return cached_weights(job.model, job.quantizes_weights_once(num_microbatches))
 
 
 def gradient_storage(job: Job, is_last: bool) -> AbstractContextManager[None]:
@@ -513,13 +509,7 @@ def count_traffic(job: Job, num_samples: int, world: World) -> None:
     """Counts the bytes sent by this rank in a forward and backward pass of `num_samples`."""
     if world.size == 1:
         return
-    if num_samples not in job.sent_in_pass:
-        # Cached: it takes milliseconds for a model with many layers.
-        strategy = job.recipe.trainer.strategy
-        stage = coordinates(strategy, world.rank, world.size)["pp"]
-        part = stage_parts(job.recipe, strategy.size)[stage]
-        job.sent_in_pass[num_samples] = list(pass_traffic(job.recipe, part, num_samples))
-    for sent in job.sent_in_pass[num_samples]:
+    for sent in job.pass_traffic(num_samples, world):
         world.traffic.add(sent.content, sent.bytes, sent.messages)
 
 

@@ -19,6 +19,7 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import Traffic, World
+from fp8cfg.planning import communication
 from fp8cfg.planning.communication import Sent
 from fp8cfg.run_folder.metrics_file import read_metrics
 from fp8cfg.run_folder.run_folder import RunFolder
@@ -202,7 +203,7 @@ def test_traffic_of_a_pass_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> N
         counted.append(samples)
         yield Sent("tensor", "activations", 100 * samples, 1)
 
-    monkeypatch.setattr(training_step, "pass_traffic", pass_traffic)
+    monkeypatch.setattr(communication, "pass_traffic", pass_traffic)
     world = World(0, 2, Traffic())
     for samples in (2, 2, 1, 2):
         training_step.count_traffic(job, samples, world)
