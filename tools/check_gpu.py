@@ -33,7 +33,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.backends.choice import against
-from fp8cfg.backends.te import attention
+from fp8cfg.backends.te import decoder
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.hardware import find_hardware, no_cuda
 from fp8cfg.schema.tables import wrapped
@@ -154,11 +154,11 @@ def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
     """The cells of a row: losses, share in FP8, time, memory. Raises NotFP8Error where it did not run as planned."""
     parts = row.endswith("parts")
     if parts:
-        attention.obstacle = lambda layer, make: (
+        decoder.obstacle = lambda layer, make: (
             "asked for"
         )  # in this process, which has no other row
     job = fp8cfg.build(recipe_of(args, model, row))
-    layers = set(attention.described(job.model).values())
+    layers = set(decoder.describe_decoder_layers(job.model).values())
     if row.startswith("te ") and (layers == {"te.TransformerLayer"}) == parts:
         raise ArithmeticError(f"its layers are {sorted(layers)}")
     batches, _ = run_data(job.recipe)

@@ -251,7 +251,7 @@ def test_attention_is_asked_for_as_the_recipe_says(
     model = converted(given)
     first, second = (layer.self_attention.core_attention for layer in model.layers)
     assert type(first).__name__ == "CoreAttention" and type(second).__name__ == "TEAttention"
-    module = second._beside[1]
+    module = second.te_module
     assert (
         module.qkv_format,
         module.attn_mask_type,

@@ -76,7 +76,7 @@ def test_a_turn_of_more_than_a_circle_is_the_same_turn() -> None:
 def test_angles_are_made_once_for_all_layers_of_a_pass(
     recompute: bool, te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8cfg.backends.te import attention
+    from fp8cfg.backends.te import decoder
 
     model, made, plain = convert(transformer(), CURRENT), list[torch.Tensor](), torch.atan2
     model.recompute = recompute
@@ -87,7 +87,7 @@ def test_angles_are_made_once_for_all_layers_of_a_pass(
         model(batch, batch).backward()
         assert len(made) == passes
     gc.collect()
-    assert not attention._ANGLES, "they go with the tables of their pass"
+    assert not decoder._ANGLES, "they go with the tables of their pass"
 
 
 @pytest.mark.parametrize("params", [False, True])

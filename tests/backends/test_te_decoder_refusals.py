@@ -96,15 +96,15 @@ def backward_hook(model: Transformer) -> None:
         (
             {"dot_product_attention": True},
             None,
-            "its attention in FP8 would hand its output on in FP8 too, which is fp8.multi_head_attention",
+            "its FP8 attention would also output FP8, as under fp8.multi_head_attention",
         ),
-        (CURRENT | BOTH, None, "its MLP knows no backward pass in high precision"),
+        (CURRENT | BOTH, None, "te.LayerNormMLP has no backward pass in high precision"),
         (CURRENT, eps, "its norms differ in eps"),
         (CURRENT, bias, "self_attention.linear_proj has a bias"),
         (
             CURRENT | {"params": True},
             shared,
-            "mlp.linear_fc2 shares its weight, which is not held in FP8 then",
+            "mlp.linear_fc2 shares its weight, which then stays in high precision",
         ),
         (CURRENT, attention, "self_attention.core_attention is a Mine"),
         (CURRENT, hooked, "mlp has hooks or its own forward"),
@@ -115,7 +115,7 @@ def backward_hook(model: Transformer) -> None:
         (
             CURRENT,
             frozen_norm,
-            "pre_mlp_layernorm is frozen, and its MLP fails where its input needs no gradient either",
+            "pre_mlp_layernorm is frozen, and te.LayerNormMLP fails if its input needs no gradient either",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_layer_that_is_the_model_itself_has_no_place_to_be_replaced_in(te: Any
 def test_a_size_of_heads_that_fast_attention_lacks_stands_in_its_way(te: Any) -> None:
     model = convert(transformer(head_dim=12, num_attention_heads=4, num_query_groups=4), CURRENT)
     assert described(model)["layers.1"].endswith(
-        "head_dim=12 is not a multiple of 8, which its fast attention wants"
+        "head_dim=12 is not a multiple of 8, as fast attention needs"
     )
 
 

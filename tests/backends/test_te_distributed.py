@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.te import attention, rules
+from fp8cfg.backends.te import decoder, rules
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
@@ -81,7 +81,7 @@ def sharded(world: World) -> dict[str, Any]:
                     "state": sharded_checkpoints.whole(job, world),
                     "fsdp2": job.prepared.fsdp2,
                     "coverage": str(job.prove()),
-                    "modules": [*attention.described(job.model).values()],
+                    "modules": [*decoder.describe_decoder_layers(job.model).values()],
                 }
     return found
 

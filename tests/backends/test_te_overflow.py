@@ -68,7 +68,7 @@ def test_a_copy_is_not_watched_and_brings_no_other_layer_along(te: Any) -> None:
     model = converted(node({"scaling": "delayed"}))
     step(model, 1.0)
     layer = model.layers[0].mlp.linear_fc2
-    assert layer.place[0].ranges is not None and copy.deepcopy(layer).place[0].ranges is None
+    assert layer.engine.ranges is not None and copy.deepcopy(layer).engine.ranges is None
     assert overflow(model) is not None and step(copy.deepcopy(model), 1.0) is None
 
 

@@ -33,7 +33,7 @@ def test_only_stored_bytes_stay_from_step_to_step(
 ) -> None:
     job = fp8cfg.build(small(*CASES[case], f"model.recompute_granularity={recompute}"))
     list(steps(job, 1))
-    layers = list(backend()._layers(job.model).values())
+    layers = list(backend()._linears(job.model).values())
     owned = {id(p) for p in job.model.parameters()}
     kept = [
         t
@@ -286,7 +286,7 @@ def test_weights_are_quantized_by_the_entry_point_that_is_there(
     monkeypatch.delattr(te, "__getattr__")  # mocks whatever a package of the stand-in lacks
     monkeypatch.setattr(te, entry, recorded, raising=False)
     model = converted(node({"scaling": "current", "params": True}))
-    assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {
+    assert {type(layer.weight).__name__ for layer in backend()._linears(model).values()} == {
         "Float8Tensor"
     }
     assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {

@@ -7,7 +7,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.backends.choice import against
-from fp8cfg.backends.te import attention
+from fp8cfg.backends.te import decoder
 from fp8cfg.checkpoint import job_state
 from fp8cfg.models.attention import rotary_tables
 from fp8cfg.numerics.stored_state import stored_state_dict
@@ -104,12 +104,15 @@ def test_whole_layers_follow_their_parts_and_native(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = job((*SCALINGS[scaling], "fp8.params=false"))
-    assert list(attention.described(whole.model).values()) == ["te.TransformerLayer"] * 4
+    assert (
+        list(decoder.describe_decoder_layers(whole.model).values()) == ["te.TransformerLayer"] * 4
+    )
     got = [s.loss for s in steps(whole, 6)]
-    monkeypatch.setattr(attention, "obstacle", lambda layer, make: "a test")
+    monkeypatch.setattr(decoder, "obstacle", lambda layer, make: "a test")
     part = job((*SCALINGS[scaling], "fp8.params=false"))
     assert not any(
-        text.startswith("te.TransformerLayer") for text in attention.described(part.model).values()
+        text.startswith("te.TransformerLayer")
+        for text in decoder.describe_decoder_layers(part.model).values()
     )
     assert got == pytest.approx([s.loss for s in steps(part, 6)], rel=0.01)
 

@@ -19,9 +19,9 @@ WHOLE = {"layers.0": "te.TransformerLayer", "layers.1": "te.TransformerLayer"}
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    from fp8cfg.backends.te import attention
+    from fp8cfg.backends.te import decoder
 
-    return attention.described(model)
+    return decoder.describe_decoder_layers(model)
 
 
 def convert(model: Transformer, given: dict[str, Any]) -> Transformer:

@@ -311,7 +311,7 @@ REFUSED = [
     Refused(
         "fp8.multi_head_attention",
         {"dot_product_attention": True, "multi_head_attention": True},
-        "rotary positions stand between",
+        "rotary positions are applied between",
     ),
     Refused("fp8.emulate", {"emulate": True}, "only on the GPU's FP8 units"),
     Refused("precision.compute", NVFP4, "Hadamard transform takes only bf16", "fp16"),

@@ -17,7 +17,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.backends.te import rules
-from fp8cfg.backends.te.attention import Maker
+from fp8cfg.backends.te.engine_builder import EngineBuilder
 from tests.support import te_standin
 from tests.support.forked import processes
 from tools.gpu_rows import bench_cases, bench_measurement, row_error
@@ -147,11 +147,13 @@ def _te_modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(rules, "_hardware_lacks", lambda precision, hardware: [])
     monkeypatch.setattr(rules, "unavailable", lambda: "")
     made = set[str]()
-    built = Maker.built
+    build_module = EngineBuilder.build_module
     monkeypatch.setattr(
-        Maker,
-        "built",
-        lambda self, kind, *args, **options: made.add(kind) or built(self, kind, *args, **options),
+        EngineBuilder,
+        "build_module",
+        lambda self, kind, *args, **options: (
+            made.add(kind) or build_module(self, kind, *args, **options)
+        ),
     )
     return made
 

@@ -63,11 +63,11 @@ def test_it_runs_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("row", ["te delayed", "te delayed parts", "te current parts"])
 def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.backends.te import attention, rules
+    from fp8cfg.backends.te import decoder, rules
 
     monkeypatch.setattr(rules, "_hardware_lacks", lambda precision, hardware: [])
     monkeypatch.setattr(rules, "unavailable", lambda: "")
-    monkeypatch.setattr(attention, "obstacle", attention.obstacle)  # and so put back
+    monkeypatch.setattr(decoder, "obstacle", decoder.obstacle)  # and so put back
     tool = runpy.run_path(str(TOOL))
     args = argparse.Namespace(device="cpu", small=True, steps=4)
     with te_standin.transformer_engine():
@@ -79,7 +79,9 @@ def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.Monk
                 if row.endswith("parts")
                 else "te.Linear; not te.TransformerLayer: of this test"
             )
-            monkeypatch.setattr(attention, "described", lambda model: {"layers.0": other})
+            monkeypatch.setattr(
+                decoder, "describe_decoder_layers", lambda model: {"layers.0": other}
+            )
             tool["train"](args, "tiny", row)
     assert [float(x) for x in got[:3]] == pytest.approx(
         [float(x) for x in want[:3]], rel=0.01

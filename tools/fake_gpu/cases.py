@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends.compiled_layers import compile_options
-from fp8cfg.backends.te import layers as engine
+from fp8cfg.backends.te import layers
 from fp8cfg.checkpoint import job_tensors
 from fp8cfg.checkpoint.saver import HostCopies
 from fp8cfg.models.attention import rotary_tables
@@ -172,7 +172,7 @@ def te_linear(scaling: str) -> Parts:
 def _forget_te() -> None:
     """Scales of layers that were there before would be updated along with those of the next case, if Transformer Engine is loaded."""
     if "transformer_engine.pytorch" in sys.modules:
-        engine.manager().reset()
+        layers.fp8_state_manager().reset()
 
 
 def _start_group() -> None:

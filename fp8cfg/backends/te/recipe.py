@@ -1,4 +1,4 @@
-"""Transformer Engine's recipe object from the `fp8` node, read back field by field."""
+"""Builds Transformer Engine's recipe object from the `fp8` node and reads back every field."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from fp8cfg.schema.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.schema.scalings import SCALINGS
 
 TENSORS = ("fwd_inp", "fwd_weight", "bwd_grad")
-"""Transformer Engine's names of the three tensors that a linear layer quantizes."""
+"""Transformer Engine's names of the three quantized tensors of a linear layer."""
 Fields = dict[str, Any]
 
 
 def recipe_of(fp8: FP8) -> Any:
-    """The Transformer Engine recipe for `fp8`. Raises BackendError where the constructed object differs in any field."""
+    """Builds the Transformer Engine recipe for `fp8` and reads all its fields back.
+
+    Raises:
+        BackendError: A field of the built object differs from the recipe.
+    """
     te = importlib.import_module("transformer_engine.common.recipe")
     cls = getattr(te, SCALINGS[fp8.scaling].te)
-    wanted = {
-        name: value
-        for name, value in fields(fp8).items()
-        if hasattr(cls, name) or LATER.get(name, ...) != value
-    }
-    given = {
-        name: value
-        for name, value in wanted.items()
-        if not name.startswith(("fp8_quant", "fp4_quant"))
-    }
-    built = cls(**{name: _made(te, name, value) for name, value in given.items()})
-    for tensor in (
-        TENSORS
-    ):  # current and block scaling: the constructor drops these, and layers read these alone
+    wanted = {}
+    for name, value in fields(fp8).items():
+        # Older versions lack some fields and act as if these had their default.
+        if hasattr(cls, name) or LATER.get(name, ...) != value:
+            wanted[name] = value
+    arguments = {}
+    for name, value in wanted.items():
+        if not name.startswith(("fp8_quant", "fp4_quant")):
+            arguments[name] = _te_value(te, name, value)
+    built = cls(**arguments)
+    # The constructors of current and block scaling drop these fields, but layers only read these.
+    for tensor in TENSORS:
         name = f"fp8_quant_{tensor}"
         if name in wanted:
             setattr(built, name, te.QParams(**wanted[name]))
@@ -43,28 +45,43 @@ def recipe_of(fp8: FP8) -> Any:
 
 
 def check(built: Any, wanted: Mapping[str, Any]) -> None:
-    """Raise BackendError with the field, what was wanted and what `built` has, for each that differs."""
-    same(
-        type(built).__name__,
-        wanted,
-        {name: _read(getattr(built, name)) for name in wanted if hasattr(built, name)},
-    )
+    """Compares the fields of a recipe object.
+
+    Args:
+        built: The recipe object of Transformer Engine.
+        wanted: Plain values of the fields.
+
+    Raises:
+        BackendError: With the name and both values of each field that differs.
+    """
+    values = {}
+    for name in wanted:
+        if hasattr(built, name):
+            values[name] = _plain_value(getattr(built, name))
+    same(type(built).__name__, wanted, values)
 
 
 def fields(fp8: FP8) -> Fields:
-    """The expected value of every field of the recipe, in plain values: also those that no key decides, since NVTE_* variables set
-    some of them and defaults change between versions.
+    """Returns the expected plain value of every field of the recipe object.
+
+    Includes fields without a key of ours. NVTE_* variables set some of them, and defaults change
+    between versions.
     """
     override = "high_precision" if high_precision_backward(fp8) else None
-    attention = {"fp8_dpa": fp8.dot_product_attention, "fp8_mha": fp8.multi_head_attention}
-    common = {"fp8_format": fp8.format.upper(), **attention, "backward_override": override}
-    return common | {
+    common = {
+        "fp8_format": fp8.format.upper(),
+        "fp8_dpa": fp8.dot_product_attention,
+        "fp8_mha": fp8.multi_head_attention,
+        "backward_override": override,
+    }
+    fields_of_scaling = {
         "delayed": _delayed,
         "current": _current,
         "block": _block,
         "mxfp8": _mxfp8,
         "nvfp4": _nvfp4,
-    }[fp8.scaling](fp8)
+    }
+    return common | fields_of_scaling[fp8.scaling](fp8)
 
 
 def _delayed(fp8: FP8) -> Fields:
@@ -79,7 +96,11 @@ def _delayed(fp8: FP8) -> Fields:
 
 def _current(fp8: FP8) -> Fields:
     power_2 = power_2_scales(fp8)
-    return {"use_power_2_scales": power_2, **_products(fprop=False), **_tensors(power_2)}
+    return {
+        "use_power_2_scales": power_2,
+        **_split_accumulators(fprop=False),
+        **_quantized_tensors(power_2),
+    }
 
 
 def _block(fp8: FP8) -> Fields:
@@ -89,8 +110,8 @@ def _block(fp8: FP8) -> Fields:
         "x_block_scaling_dim": 1,
         "w_block_scaling_dim": 2 if weights_2d(fp8) else 1,
         "grad_block_scaling_dim": 1,
-        **_products(fprop=True),
-        **_tensors(power_2),
+        **_split_accumulators(fprop=True),
+        **_quantized_tensors(power_2),
     }
 
 
@@ -120,37 +141,46 @@ def _nvfp4(fp8: FP8) -> Fields:
     }
 
 
-def _products(fprop: bool) -> Fields:
-    """Accumulation of each GEMM, split accumulator or not: without it fprop is faster and less exact."""
+def _split_accumulators(fprop: bool) -> Fields:
+    """Returns the fields of the GEMMs' accumulation.
+
+    A split accumulator is exact. Without it fprop is faster and less exact on Hopper.
+    """
     return {
-        f"fp8_gemm_{gemm}": {"use_split_accumulator": split}
-        for gemm, split in (("fprop", fprop), ("dgrad", True), ("wgrad", True))
+        "fp8_gemm_fprop": {"use_split_accumulator": fprop},
+        "fp8_gemm_dgrad": {"use_split_accumulator": True},
+        "fp8_gemm_wgrad": {"use_split_accumulator": True},
     }
 
 
-def _tensors(power_2: bool) -> Fields:
+def _quantized_tensors(power_2: bool) -> Fields:
+    """Returns the fields of the three quantized tensors, with or without power-of-two scales."""
     return {f"fp8_quant_{tensor}": _qparams(power_2_scale=power_2) for tensor in TENSORS}
 
 
 def _qparams(**changed: bool) -> Fields:
-    return {
+    """Returns the fields of a QParams object, with changed defaults."""
+    defaults = {
         "power_2_scale": False,
         "amax_epsilon": 0.0,
         "random_hadamard_transform": False,
         "stochastic_rounding": False,
         "fp4_2d_quantization": False,
-    } | changed
+    }
+    return defaults | changed
 
 
-def _made(te: Any, name: str, value: Any) -> Any:
-    """The plain `value` as Transformer Engine's constructor takes it."""
+def _te_value(te: Any, name: str, value: Any) -> Any:
+    """Converts a plain value to the type that Transformer Engine's constructor takes."""
     if name in ("fp8_format", "fp4_format"):
         return te.Format[value]
-    return te.MMParams(**value) if name.startswith("fp8_gemm") else value
+    if name.startswith("fp8_gemm"):
+        return te.MMParams(**value)
+    return value
 
 
-def _read(value: Any) -> Any:
-    """A field of a recipe as a plain value."""
+def _plain_value(value: Any) -> Any:
+    """Converts a field of a recipe object to a plain value."""
     if isinstance(value, Enum):
         return value.name
     if type(value).__name__ in ("QParams", "MMParams"):
@@ -166,4 +196,4 @@ LATER: Fields = {
     "nvfp4_4over6_err_mode": "MAE",
     "enable_2d_quantization": False,
 }
-"""Fields that came after 2.8; a class that lacks one does what is said here."""
+"""Fields added after version 2.8. A class without the field acts as if it had this value."""

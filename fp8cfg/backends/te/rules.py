@@ -1,7 +1,7 @@
-"""Rules of Transformer Engine: what its recipes, the GPU and layer shapes allow, without loading it.
+"""Rules of Transformer Engine 2.20: supported keys, GPUs and layer sizes. Does not import it.
 
-Rules are those of Transformer Engine 2.20 (pytorch/quantization.py, module/linear.py). Its multiplications have not been run on
-a GPU by the authors of this backend: see backend.py.
+Sources are pytorch/quantization.py and module/linear.py of Transformer Engine. This backend has not
+run on a GPU, see backend.py.
 """
 
 from __future__ import annotations
@@ -22,27 +22,37 @@ from fp8cfg.schema.storage import fp8_weight_setting, fp8_weights
 from fp8cfg.schema.violation import Violation
 
 Version = tuple[int, int, int]
-CAPABILITY = {"current": BLACKWELL}
-"""The lowest compute capability by scaling, where it is not Hopper's."""
-BELOW = (12, 0)
-CUDNN: dict[str, Version] = {"current": (9, 14, 0), "mxfp8": (9, 21, 0)}
-"""The lowest version of cuDNN by scaling, where it is not Transformer Engine's own lowest."""
-BROKEN: dict[str, tuple[Version, ...]] = {"mxfp8": ((9, 23, 0), (9, 23, 1))}
-"""The versions that are left out for their bugs."""
+
+# FP8 attention.
+
+ATTENTION_CAPABILITY = {"current": BLACKWELL}
+"""Lowest compute capability by scaling. Others need Hopper."""
+ATTENTION_BELOW = (12, 0)
+"""Compute capability from which cuDNN has no FP8 attention."""
+ATTENTION_CUDNN: dict[str, Version] = {"current": (9, 14, 0), "mxfp8": (9, 21, 0)}
+"""Lowest version of cuDNN by scaling. Others need the lowest version of Transformer Engine."""
+BROKEN_CUDNN: dict[str, tuple[Version, ...]] = {"mxfp8": ((9, 23, 0), (9, 23, 1))}
+"""Versions of cuDNN that Transformer Engine rejects because of bugs."""
 
 
 def attention_lacks(
     scaling: str, capability: tuple[int, int], cudnn: Version | None
 ) -> list[Violation]:
-    """The requirement of FP8 attention that a GPU, or cuDNN where its version is known, does not meet."""
-    least = CAPABILITY.get(scaling, HOPPER)
+    """Returns a violation if FP8 attention does not run on a GPU.
+
+    Args:
+        scaling: fp8.scaling.
+        capability: Compute capability of the GPU.
+        cudnn: Version of cuDNN, or None if it is not known.
+    """
+    lowest = ATTENTION_CAPABILITY.get(scaling, HOPPER)
     if capability < HOPPER:
         needs = "9.0 (Hopper); remove it"
-    elif capability >= BELOW:
-        needs = f"one below {dotted(BELOW)}; remove it"
-    elif capability < least:
+    elif capability >= ATTENTION_BELOW:
+        needs = f"one below {dotted(ATTENTION_BELOW)}; remove it"
+    elif capability < lowest:
         needs = (
-            f"{needed(least)} under fp8.scaling={scaling}; set fp8.scaling=delayed, or remove it"
+            f"{needed(lowest)} under fp8.scaling={scaling}; set fp8.scaling=delayed, or remove it"
         )
     elif cudnn is not None:
         return _cudnn_lacks(scaling, cudnn)
@@ -58,142 +68,159 @@ def attention_lacks(
 
 
 def _cudnn_lacks(scaling: str, version: Version) -> list[Violation]:
-    least, broken = CUDNN.get(scaling, (0, 0, 0)), version in BROKEN.get(scaling, ())
-    if version >= least and not broken:
+    """Returns a violation if a version of cuDNN has no FP8 attention or a broken one."""
+    lowest = ATTENTION_CUDNN.get(scaling, (0, 0, 0))
+    if version in BROKEN_CUDNN.get(scaling, ()):
+        needs = f"another than {dotted(version)}"
+    elif version < lowest:
+        needs = f"{dotted(lowest)} or later"
+    else:
         return []
-    wanted = f"another than {dotted(version)}" if broken else f"{dotted(least)} or later"
     return [
         Violation(
             "fp8.dot_product_attention=true",
             f"cuDNN is {dotted(version)}, Transformer Engine needs"
-            f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or remove"
+            f" {needs} for FP8 attention under fp8.scaling={scaling}; install it, or remove"
             " fp8.dot_product_attention",
         )
     ]
 
 
 def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
-    """Why FP8 attention does not train heads of `head_dim` channels on such a GPU; empty where it does."""
+    """Returns an error if cuDNN cannot train FP8 attention with a head size on a GPU, or ""."""
     if capability < BLACKWELL:
-        fits, wants = head_dim == 128, "128 below 10.0 (Blackwell)"
+        is_supported = head_dim == 128
+        sizes = "128 below 10.0 (Blackwell)"
     else:
-        fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"
-    key = f"fp8.dot_product_attention=true: heads have {head_dim} channels"
-    return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; remove it"
+        is_supported = head_dim <= 128 and head_dim % 16 == 0
+        sizes = "multiples of 16 up to 128"
+    if is_supported:
+        return ""
+    return (
+        f"fp8.dot_product_attention=true: heads have {head_dim} channels, cuDNN's FP8 attention"
+        f" trains only {sizes}; remove it"
+    )
 
 
-class _Wanted(NamedTuple):
-    """The value that a variable must have where it is set, and the key that decides it."""
+# Environment variables.
+
+
+class _AllowedValues(NamedTuple):
+    """Values that an environment variable may have, and why."""
 
     values: tuple[str, ...]
     key: str
 
 
 def contradictions(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
-    """A line for each variable of `environ` that contradicts `fp8`: its name, its value, the key, what to write instead.
+    """Returns a violation for each variable of `environ` that contradicts `fp8`.
 
-    Transformer Engine reads most of them when it is imported, some at each step; its attention reads others than its linear
-    layers. Variables that choose among equal ways (layouts, margins of SMs, logging) are left alone: the manifest of a run
-    records all NVTE_* variables.
+    Transformer Engine reads most of them at import and some in each step. Variables that do not
+    change results are allowed (layouts, SM margins, logging). The manifest of a run records all
+    NVTE_* variables.
     """
-    return [
-        Violation(
-            f"{name}={environ[name]}",
-            f"contradicts {wanted.key}; unset it{_or_write(wanted.values)}",
+    violations = []
+    for name, allowed in _allowed_values(fp8).items():
+        if name not in environ or environ[name] in allowed.values:
+            continue
+        advice = "unset it"
+        settable = [value for value in allowed.values if value]
+        if settable:
+            advice += f" or set it to {settable[0]}"
+        violations.append(
+            Violation(f"{name}={environ[name]}", f"contradicts {allowed.key}; {advice}")
         )
-        for name, wanted in _wanted(fp8).items()
-        if name in environ and environ[name] not in wanted.values
-    ]
+    return violations
 
 
-def _or_write(values: tuple[str, ...]) -> str:
-    shown = [value for value in values if value]
-    return f" or set it to {shown[0]}" if shown else ""
-
-
-def _wanted(fp8: FP8) -> dict[str, _Wanted]:
+def _allowed_values(fp8: FP8) -> dict[str, _AllowedValues]:
+    """Returns the allowed values of each variable that matters for `fp8`."""
     override = fp8.override_linear_precision
-    backward = ("high_precision",) if override.dgrad and override.wgrad else ()
-    on, mixes, rounds = (
-        fp8.dot_product_attention,
-        fp8.random_hadamard_transform,
-        fp8.stochastic_rounding,
-    )
-    attention = {
-        # Not read by the recipe but by attention: they replace its S and dP, or one of its passes.
-        "NVTE_FP8_DPA_BWD": _Wanted(
-            ("1",), "fp8.dot_product_attention=true, whose backward products are FP8 too"
-        ),
-        "NVTE_UnfusedDPA_Emulate_FP8": _Wanted(("0",), "fp8.emulate=false"),
-        "NVTE_FUSED_ATTN": _Wanted(
-            ("1",), "fp8.dot_product_attention=true, which only cuDNN's fused attention has"
+    attention = fp8.dot_product_attention
+    hadamard = fp8.random_hadamard_transform
+    stochastic = fp8.stochastic_rounding
+    power_2 = power_2_scales(fp8)
+    two_d = weights_2d(fp8)
+    power_2_key = f"fp8.use_power_2_scales={spelled(power_2)}"
+    attention_key = f"fp8.dot_product_attention={spelled(attention)}"
+    variables = {
+        # te.TransformerLayer reads these three even if attention is in high precision.
+        "NVTE_DPA_FP8_RECIPE": _AllowedValues(("",) if attention else ("", "F16"), attention_key),
+        "NVTE_DPA_FP8_RECIPE_DPA": _AllowedValues(("0",), attention_key),
+        "NVTE_DPA_FP8_RECIPE_MHA": _AllowedValues(("0",), "fp8.multi_head_attention=false"),
+        "NVTE_BACKWARD_OVERRIDE": _AllowedValues(
+            ("high_precision",) if override.dgrad and override.wgrad else (),
+            f"fp8.override_linear_precision.dgrad={spelled(override.dgrad)}",
         ),
     }
-    every = {
-        # Read by te.TransformerLayer too, whose attention is in high precision: they put FP8 around it.
-        "NVTE_DPA_FP8_RECIPE": _Wanted(
-            ("",) if on else ("", "F16"), f"fp8.dot_product_attention={spelled(on)}"
-        ),
-        "NVTE_DPA_FP8_RECIPE_DPA": _Wanted(("0",), f"fp8.dot_product_attention={spelled(on)}"),
-        "NVTE_DPA_FP8_RECIPE_MHA": _Wanted(("0",), "fp8.multi_head_attention=false"),
-        "NVTE_BACKWARD_OVERRIDE": _Wanted(
-            backward, f"fp8.override_linear_precision.dgrad={spelled(override.dgrad)}"
-        ),
-        "NVTE_UNFUSED_FP8_UPDATE": _Wanted(
+    if fp8.scaling == "delayed":
+        variables["NVTE_UNFUSED_FP8_UPDATE"] = _AllowedValues(
             ("0",), "fp8.scaling=delayed, whose scales TE's fused kernel moves"
-        ),
-        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _Wanted(
-            (_flag(power_2_scales(fp8)),), _resolved(fp8, "use_power_2_scales")
-        ),
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _Wanted(
-            (_flag(not power_2_scales(fp8)),), _resolved(fp8, "use_power_2_scales")
-        ),
-        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _Wanted(
-            (_flag(not weights_2d(fp8)),), _resolved(fp8, "enable_2d_quantization")
-        ),
-        "NVTE_NVFP4_DISABLE_RHT": _Wanted(
-            (_flag(not mixes),), f"fp8.random_hadamard_transform={spelled(mixes)}"
-        ),
-        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _Wanted(
-            (_flag(not rounds),), f"fp8.stochastic_rounding={spelled(rounds)}"
-        ),
-        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _Wanted(
-            ("0",), "fp8.scaling=nvfp4, which has one second-level scale for a tensor"
-        ),
-        "NVTE_NVFP4_4OVER6": _Wanted(("none",), "fp8.scaling=nvfp4, whose blocks all map to 6"),
-    }
-    only = {
-        "NVTE_UNFUSED_FP8_UPDATE": "delayed",
-        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current",
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block",
-    }
-    mine = {
-        name: wanted
-        for name, wanted in every.items()
-        if fp8.scaling == only.get(name, "nvfp4" if name.startswith("NVTE_NVFP4") else fp8.scaling)
-    }
-    return mine | (attention if on else {})
+        )
+    if fp8.scaling == "current":
+        variables["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] = _AllowedValues(
+            (_flag(power_2),), power_2_key
+        )
+    if fp8.scaling == "block":
+        variables["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = _AllowedValues(
+            (_flag(not power_2),), power_2_key
+        )
+    if fp8.scaling == "nvfp4":
+        variables |= {
+            "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _AllowedValues(
+                (_flag(not two_d),), f"fp8.enable_2d_quantization={spelled(two_d)}"
+            ),
+            "NVTE_NVFP4_DISABLE_RHT": _AllowedValues(
+                (_flag(not hadamard),), f"fp8.random_hadamard_transform={spelled(hadamard)}"
+            ),
+            "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _AllowedValues(
+                (_flag(not stochastic),), f"fp8.stochastic_rounding={spelled(stochastic)}"
+            ),
+            "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _AllowedValues(
+                ("0",), "fp8.scaling=nvfp4, which has one second-level scale for a tensor"
+            ),
+            "NVTE_NVFP4_4OVER6": _AllowedValues(
+                ("none",), "fp8.scaling=nvfp4, whose blocks all map to 6"
+            ),
+        }
+    if attention:
+        # Attention reads these directly. They replace its S and dP, or one of its passes.
+        variables |= {
+            "NVTE_FP8_DPA_BWD": _AllowedValues(
+                ("1",), "fp8.dot_product_attention=true, whose backward products are FP8 too"
+            ),
+            "NVTE_UnfusedDPA_Emulate_FP8": _AllowedValues(("0",), "fp8.emulate=false"),
+            "NVTE_FUSED_ATTN": _AllowedValues(
+                ("1",), "fp8.dot_product_attention=true, which only cuDNN's fused attention has"
+            ),
+        }
+    return variables
 
 
 def _flag(value: bool) -> str:
     return "1" if value else "0"
 
 
-def _resolved(fp8: FP8, key: str) -> str:
-    value = power_2_scales(fp8) if key == "use_power_2_scales" else weights_2d(fp8)
-    return f"fp8.{key}={spelled(value)}"
-
+# Linear layers.
 
 MINIMUM = (2, 8)
-"""Least version: it has NVFP4, and in current and block scaling every field that is read back (recipe.py)."""
+"""Lowest supported version. It has NVFP4, and all fields of current and block scaling that recipe.py
+reads back."""
 FP8_CAPABILITY, ADA_CUDA, ADA_CUBLASLT = (8, 9), (12, 1), (12, 1, 3)
 
 
 @dataclass(frozen=True)
 class Has:
-    """Requirements of a scaling in Transformer Engine. `multiple` is what tokens and both sizes of a layer must be multiples of:
-    each is the contracted dimension of one product. `least` and `below` bound the compute capability, `cuda` is the lowest version
-    of CUDA, and `as_mxfp8` the first that multiplies it as MXFP8.
+    """Requirements of a scaling in Transformer Engine.
+
+    Attributes:
+        multiple: Divisor of tokens, in_features and out_features. Each one is the contracted
+            dimension of a GEMM.
+        least: Lowest compute capability.
+        below: Compute capability from which it is not supported, or None.
+        cuda: Lowest version of CUDA.
+        as_mxfp8: Compute capability from which it runs as MXFP8, or None.
+        backward_override: Whether the backward pass can run in high precision.
     """
 
     multiple: int = 16
@@ -204,7 +231,7 @@ class Has:
     backward_override: bool = True
 
     def multiplied_as_mxfp8(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of that compute capability multiplies it as MXFP8, so that its scales have to be powers of two."""
+        """Whether a GPU runs it as MXFP8. Its scales must then be powers of two."""
         return self.as_mxfp8 is not None and capability >= self.as_mxfp8
 
 
@@ -215,10 +242,11 @@ HAS = {
     "mxfp8": Has(32, least=BLACKWELL, below=(12, 0)),
     "nvfp4": Has(32, least=BLACKWELL),
 }
-"""By the name of the scaling; what is not here is refused."""
+"""Requirements by scaling. Other scalings are errors."""
 
 
 def unavailable() -> str:
+    """Returns why Transformer Engine cannot be imported here, or "". Does not import it."""
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         return "transformer-engine is not installed; pip install 'fp8cfg[te]' (needs an NVIDIA GPU)"
@@ -239,6 +267,7 @@ def unavailable() -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation for each setting that it cannot run, as in `Rules.refusals`."""
     if precision.fp8.scaling not in HAS:
         return [
             Violation(
@@ -246,32 +275,37 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
                 f"Transformer Engine has only {', '.join(HAS)}; set backend=native",
             )
         ]
-    return [*_keys(precision), *_hardware_lacks(precision, hardware)]
+    return [*_unsupported_keys(precision), *_hardware_lacks(precision, hardware)]
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    """Returns "scaled_mm", and why. There is no emulation."""
     return "scaled_mm", "Transformer Engine's products on the GPU"
 
 
 def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    """Returns why a layer of these sizes stays in high precision, or ""."""
     multiple = tokens_multiple(fp8, "scaled_mm")
-    for what, size in (("in", in_features), ("out", out_features)):
+    for side, size in (("in", in_features), ("out", out_features)):
         if size % multiple:
-            return f"{what}_features={size} is not a multiple of {multiple}"
+            return f"{side}_features={size} is not a multiple of {multiple}"
     return ""
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
+    """Returns the number that must divide the tokens of a forward pass. wgrad contracts them."""
     return HAS.get(fp8.scaling, Has()).multiple
 
 
 def against_sharding(precision: Precision) -> list[Violation]:
-    shard, lines = precision.storage.shard, list[Violation]()
+    """Returns a violation for each unsupported value of storage.shard."""
+    shard = precision.storage.shard
+    lines = []
     if shard not in ("auto", "none") and fp8_weights(precision):
         lines.append(
             Violation(
                 f"storage.shard={shard}",
-                "Transformer Engine's FP8 weights are not handed round;"
+                "Transformer Engine's FP8 weights cannot be broadcast;"
                 " set backend=native, or storage.weight=fp16_scaled with fp8.params=false",
                 [("fp8.params", False)],
                 ["storage.shard", "backend"],
@@ -289,47 +323,28 @@ def against_sharding(precision: Precision) -> list[Violation]:
 
 
 def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+    """Returns a violation for each NVTE_* variable that contradicts `fp8`."""
     return contradictions(fp8, environ)
 
 
 def instead(precision: Precision) -> str:
+    """Returns the override for machines without Transformer Engine."""
     return "backend=native"
 
 
 def high_precision_backward(fp8: FP8) -> bool:
-    """Whether both backward products are kept in high precision, which is TE's backward_override="high_precision"."""
-    o = fp8.override_linear_precision
-    return o.dgrad and o.wgrad and not o.fprop
+    """Whether only fprop runs in FP8: backward_override="high_precision" of Transformer Engine."""
+    override = fp8.override_linear_precision
+    return override.dgrad and override.wgrad and not override.fprop
 
 
-def _keys(p: Precision) -> list[Violation]:
-    """A line for each key that Transformer Engine does not support."""
-    f, o, lines, scaling = (
-        p.fp8,
-        p.fp8.override_linear_precision,
-        list[Violation](),
-        SCALINGS[p.fp8.scaling],
-    )
-    if scaling.history and f.interval != 1:
-        lines.append(
-            Violation(
-                f"fp8.interval={f.interval}",
-                "Transformer Engine moves scales in every step, since"
-                " 2.3 its recipe has no interval; set it to 1, or backend=native",
-                [("fp8.interval", 1)],
-                ["backend"],
-            )
-        )
-    if scaling.history and f.first_step == "in_time":
-        lines.append(
-            Violation(
-                f"fp8.first_step={f.first_step}",
-                "Transformer Engine begins with scale 1; set fp8.first_step=te, or backend=native",
-                [("fp8.first_step", "te")],
-                ["backend"],
-            )
-        )
-    if f.tp_only_amax_red:
+def _unsupported_keys(precision: Precision) -> list[Violation]:
+    """Returns a violation for each key that Transformer Engine does not support."""
+    fp8 = precision.fp8
+    lines = []
+    if SCALINGS[fp8.scaling].history:
+        lines += _unsupported_delayed_keys(fp8)
+    if fp8.tp_only_amax_red:
         lines.append(
             Violation(
                 "fp8.tp_only_amax_red=true",
@@ -339,44 +354,27 @@ def _keys(p: Precision) -> list[Violation]:
                 ["backend"],
             )
         )
-    if per_row(f):
+    if per_row(fp8):
         lines.append(
             Violation(
-                f"fp8.granularity={f.granularity}",
+                f"fp8.granularity={fp8.granularity}",
                 "Transformer Engine has one scale for a tensor under"
                 " fp8.scaling=current; set tensor, fp8.scaling=block, or backend=torchao",
             )
         )
-    kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
-    if kept and not high_precision_backward(f):
-        lines.append(
-            Violation(
-                f"fp8.override_linear_precision.{kept[0]}=true",
-                "since 2.0 Transformer Engine keeps"
-                " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
-                " and wgrad, or set backend=native",
-            )
-        )
-    if high_precision_backward(f) and not HAS[f.scaling].backward_override:
-        lines.append(
-            Violation(
-                "fp8.override_linear_precision.dgrad=true",
-                "Transformer Engine has no backward_override"
-                f" under fp8.scaling={f.scaling}; set fp8.scaling=current, or backend=native",
-            )
-        )
-    if f.multi_head_attention:
+    lines += _unsupported_overrides(fp8)
+    if fp8.multi_head_attention:
         lines.append(
             Violation(
                 "fp8.multi_head_attention=true",
-                "rotary positions stand between the projections and"
-                " attention, and Transformer Engine turns them in high precision; remove it and keep"
+                "rotary positions are applied between the projections and attention, and"
+                " Transformer Engine applies them in high precision; remove it and keep"
                 " fp8.dot_product_attention=true",
                 [("fp8.multi_head_attention", False)],
                 ["backend"],
             )
         )
-    if f.emulate:
+    if fp8.emulate:
         lines.append(
             Violation(
                 "fp8.emulate=true",
@@ -385,19 +383,19 @@ def _keys(p: Precision) -> list[Violation]:
                 ["backend"],
             )
         )
-    if transforms(f) and p.compute != "bf16":
+    if transforms(fp8) and precision.compute != "bf16":
         lines.append(
             Violation(
-                f"precision.compute={p.compute}",
-                f"under fp8.scaling={f.scaling} Transformer Engine's"
+                f"precision.compute={precision.compute}",
+                f"under fp8.scaling={fp8.scaling} Transformer Engine's"
                 " Hadamard transform takes only bf16; set precision=bf16_nvfp4,"
                 " fp8.random_hadamard_transform=false, or backend=native",
             )
         )
-    if f.params and p.compute == "fp32":
+    if fp8.params and precision.compute == "fp32":
         lines.append(
             Violation(
-                f"{fp8_weight_setting(p)}",
+                f"{fp8_weight_setting(precision)}",
                 "Transformer Engine's FP8 weights would pass for float32"
                 " ones, which get no master copy; set fp8.params=false, precision.compute=bf16,"
                 " or backend=native",
@@ -408,10 +406,58 @@ def _keys(p: Precision) -> list[Violation]:
     return lines
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
-    """The requirements of Transformer Engine on GPU, CUDA and cuBLASLt that are not met."""
-    scaling, needs = p.fp8.scaling, HAS[p.fp8.scaling]
-    capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
+def _unsupported_delayed_keys(fp8: FP8) -> list[Violation]:
+    """Returns a violation for each unsupported key of delayed scaling."""
+    lines = []
+    if fp8.interval != 1:
+        lines.append(
+            Violation(
+                f"fp8.interval={fp8.interval}",
+                "Transformer Engine updates scales in every step, and since 2.3 its recipe has no"
+                " interval; set it to 1, or backend=native",
+                [("fp8.interval", 1)],
+                ["backend"],
+            )
+        )
+    if fp8.first_step == "in_time":
+        lines.append(
+            Violation(
+                f"fp8.first_step={fp8.first_step}",
+                "Transformer Engine begins with scale 1; set fp8.first_step=te, or backend=native",
+                [("fp8.first_step", "te")],
+                ["backend"],
+            )
+        )
+    return lines
+
+
+def _unsupported_overrides(fp8: FP8) -> list[Violation]:
+    """Returns a violation if fp8.override_linear_precision has no backward_override."""
+    kept = [
+        gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(fp8.override_linear_precision, gemm)
+    ]
+    if kept and not high_precision_backward(fp8):
+        return [
+            Violation(
+                f"fp8.override_linear_precision.{kept[0]}=true",
+                "since 2.0 Transformer Engine keeps"
+                " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
+                " and wgrad, or set backend=native",
+            )
+        ]
+    if kept and not HAS[fp8.scaling].backward_override:
+        return [
+            Violation(
+                "fp8.override_linear_precision.dgrad=true",
+                "Transformer Engine has no backward_override"
+                f" under fp8.scaling={fp8.scaling}; set fp8.scaling=current, or backend=native",
+            )
+        ]
+    return []
+
+
+def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation for each missing requirement on GPU, CUDA, cuBLASLt and cuDNN."""
     if hardware.device != "cuda":
         return [
             Violation(
@@ -419,12 +465,16 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
                 "Transformer Engine runs only on CUDA, this is a CPU; set backend=native",
             )
         ]
-    has = f"this GPU has compute capability {dotted(hardware.capability)}"
+    scaling = precision.fp8.scaling
+    needs = HAS[scaling]
+    capability = hardware.capability or (0, 0)
+    cuda = hardware.cuda or (0, 0)
+    gpu = f"this GPU has compute capability {dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
         return [
             Violation(
                 "fp8.enabled=true",
-                f"{has}, Transformer Engine needs 8.9 (Ada) for FP8; set precision=bf16",
+                f"{gpu}, Transformer Engine needs 8.9 (Ada) for FP8; set precision=bf16",
             )
         ]
     lines = []
@@ -443,13 +493,14 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
             )
         )
     if capability < needs.least or (needs.below and capability >= needs.below):
-        least = needed(needs.least)
+        supported = needed(needs.least)
         if needs.below:
-            least = least.replace(" ", f" to below {dotted(needs.below)} ")
+            # "10.0 (Blackwell)" becomes "10.0 to below 12.0 (Blackwell)".
+            supported = supported.replace(" ", f" to below {dotted(needs.below)} ")
         lines.append(
             Violation(
                 f"fp8.scaling={scaling}",
-                f"{has}, Transformer Engine needs {least}; set fp8.scaling=current",
+                f"{gpu}, Transformer Engine needs {supported}; set fp8.scaling=current",
             )
         )
     if cuda < needs.cuda:
@@ -460,21 +511,24 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
                 f" needs {dotted(needs.cuda)}; set fp8.scaling=current",
             )
         )
-    if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
+    if needs.multiplied_as_mxfp8(capability) and precision.fp8.use_power_2_scales is False:
         lines.append(
             Violation(
                 "fp8.use_power_2_scales=false",
-                f"{has}, where Transformer Engine multiplies {scaling}"
-                " scaling as MXFP8, whose scales are powers of two; set it to true or null",
+                f"{gpu} and runs {scaling} scaling as MXFP8, with power-of-two scales; set it to"
+                " true or null",
             )
         )
-    if p.fp8.dot_product_attention:
+    if precision.fp8.dot_product_attention:
         lines += attention_lacks(scaling, capability, hardware.cudnn)
     return lines
 
 
 def _extension(package: Path) -> bool:
-    """Whether the compiled extension is where Transformer Engine looks for it (common/__init__.py)."""
+    """Whether the compiled extension is in a folder that Transformer Engine searches.
+
+    Source: common/__init__.py of Transformer Engine.
+    """
     folders = (package.parent, package, package / "wheel_lib")
     return any(
         folder.is_dir() and any(folder.glob("transformer_engine_torch*.so")) for folder in folders
@@ -482,4 +536,6 @@ def _extension(package: Path) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    """Returns major and minor version as numbers."""
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
