@@ -176,7 +176,7 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"storage": {"accumulate": "wide"}},
             H100,
-            "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; set storage.accumulate=stored",
+            "storage.accumulate=wide: MS-AMP adds each microbatch to FP8 gradients; set storage.accumulate=stored",
         ),
         (
             {},

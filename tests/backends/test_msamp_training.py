@@ -35,7 +35,7 @@ def test_a_job_trains_and_proves_it(anywhere: None) -> None:
         "msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU"
     )
     layer = made.model.get_submodule("layers.0.mlp.linear_fc1")
-    assert layer.ran == {
+    assert layer.gemm_kinds == {
         "fprop": ("e4m3", "e4m3"),
         "dgrad": ("e5m2", "e4m3"),
         "wgrad": ("e5m2", "e4m3"),
@@ -303,7 +303,7 @@ def test_trap_a_gpu_that_ms_amp_does_not_know(
     anywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
-    with pytest.raises(fp8cfg.ConfigError, match="where the GPU's name has H100 in it"):
+    with pytest.raises(fp8cfg.ConfigError, match="only on GPUs with H100 in their name"):
         job()
 
 

@@ -1,7 +1,7 @@
-"""Rules of MS-AMP 0.4: linear layers under its own delayed scaling, and the storage of its levels O1 and O2.
+"""Rules of MS-AMP 0.4: its delayed scaling for linear layers, and the storage of levels O1 and O2.
 
-The package is unmaintained and on no index; Accelerate has deprecated it. Its kernels have never been run by the authors of this
-backend: see backend.py. Importing it patches torch, so it is looked for and not imported here.
+The package is unmaintained and on no index, and Accelerate has deprecated it. This backend has not
+run with its kernels, see backend.py. Importing MS-AMP patches torch, so the rules only look for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.backends import Hardware, dotted
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.precision import Precision
@@ -18,7 +18,7 @@ from fp8cfg.schema.storage import COLUMNS, level, of_level, resolved
 from fp8cfg.schema.violation import Violation
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
-"""Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
+"""The only path from which MS-AMP loads its communication (msamp/operators/dist_op/dist_op.py)."""
 PARTS = (
     "msamp_adamw",
     "msamp_arithmetic",
@@ -27,10 +27,11 @@ PARTS = (
     "deepspeed",
     "colorlog",
 )
-"""What `import msamp` imports: its own compiled parts, that of Transformer Engine before 1.9, and two packages."""
+"""Modules that `import msamp` needs: its own compiled parts, the one of Transformer Engine before 1.9,
+and two packages."""
 H100 = (9, 0)
 SCALINGS = ("delayed",)
-_KEYS: dict[str, tuple[object, str]] = {
+_FIXED_VALUES: dict[str, tuple[object, str]] = {
     "format": ("hybrid", "quantizes to E4M3 forward, and gradients to E5M2"),
     "margin": (0, "has no margin"),
     "interval": (1, "moves scales in every step"),
@@ -45,35 +46,35 @@ _KEYS: dict[str, tuple[object, str]] = {
     "multi_head_attention": (False, "leaves attention as it is"),
     "emulate": (False, "multiplies only on the GPU's FP8 units"),
 }
-"""Keys of `fp8` with the one value that MS-AMP has, and why."""
+"""FP8 keys with the only value that MS-AMP supports, and its behavior for the message."""
 
 
 def unavailable() -> str:
+    """Returns why MS-AMP cannot be imported here, or ""."""
     if find_spec("msamp") is None:
         return "msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
-    missing = [name for name in PARTS if find_spec(name) is None] + (
-        [] if LIBRARY.is_file() else [str(LIBRARY)]
-    )
-    return f"msamp is installed without {', '.join(missing)}, which it loads" if missing else ""
+    missing = [name for name in PARTS if find_spec(name) is None]
+    if not LIBRARY.is_file():
+        missing.append(str(LIBRARY))
+    if missing:
+        return f"msamp is installed without {', '.join(missing)}, which it loads"
+    return ""
 
 
 def instead(precision: Precision) -> str:
-    """The override words for the native backend with the storage of MS-AMP, its power-of-two scales included."""
-    own = precision.model_copy(update={"backend": "msamp"})
-    pow2 = [
-        f"storage.{column}=fp8_pow2"
-        for column, codec in of_level(own).items()
-        if codec == "fp8_pow2"
-    ]
-    shard = (
-        ["storage.shard=zero1"]
-        if level(own) == "O3" and precision.storage.shard in ("auto", "none")
-        else []
-    )
-    return " ".join(["backend=native", f"opt_level={level(own)}", *pow2, *shard])
+    """Returns overrides for the native backend with MS-AMP's storage and power-of-two scales."""
+    msamp_precision = precision.model_copy(update={"backend": "msamp"})
+    overrides = ["backend=native", f"opt_level={level(msamp_precision)}"]
+    for column, codec in of_level(msamp_precision).items():
+        if codec == "fp8_pow2":
+            overrides.append(f"storage.{column}=fp8_pow2")
+    if level(msamp_precision) == "O3" and precision.storage.shard in ("auto", "none"):
+        overrides.append("storage.shard=zero1")
+    return " ".join(overrides)
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation for each setting that it cannot run, as in `Rules.refusals`."""
     if level(precision) is None:
         return [
             Violation(
@@ -81,114 +82,129 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
                 "MS-AMP stores state by a level; set opt_level=O2, or backend=native",
             )
         ]
-    return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
+    return [
+        *_unsupported_keys(precision.fp8),
+        *_unsupported_storage(precision),
+        *_hardware_lacks(precision, hardware),
+    ]
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    """Returns "scaled_mm", and why. There is no emulation."""
     return "scaled_mm", "MS-AMP's products on the GPU"
 
 
 def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
-    return ""  # msamp/operators/gemm/gemm.py completes operands to multiples of 16
+    """Returns "": layers of all sizes run in FP8."""
+    return ""  # msamp/operators/gemm/gemm.py pads operands to multiples of 16
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
+    """Returns 1: any number of tokens is supported."""
     return 1
 
 
 def against_sharding(precision: Precision) -> list[Violation]:
-    return []  # _storage refuses all of it
-
-
-def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+    """Returns nothing: `refusals` rejects all sharding."""
     return []
 
 
-def _keys(f: FP8) -> list[Violation]:
-    """A line for each key whose value MS-AMP does not support."""
-    if f.scaling not in SCALINGS:
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+    """Returns nothing: no environment variable changes its results."""
+    return []
+
+
+def _unsupported_keys(fp8: FP8) -> list[Violation]:
+    """Returns a violation for each FP8 key with an unsupported value."""
+    if fp8.scaling not in SCALINGS:
         return [
             Violation(
-                f"fp8.scaling={f.scaling}",
+                f"fp8.scaling={fp8.scaling}",
                 "MS-AMP has only delayed scaling; set fp8.scaling=delayed, or backend=native",
             )
         ]
-    lines = [
-        Violation(
-            f"fp8.{key}={spelled(value)}",
-            f"MS-AMP {why}; set fp8.{key}={spelled(want)}, or backend=native",
-            [(f"fp8.{key}", want)],
-            ["backend"],
-        )
-        for key, (want, why) in _KEYS.items()
-        if (value := getattr(f, key)) not in (want, "auto")
-    ]
-    kept = [
-        gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)
-    ]
-    return [
-        *lines,
-        *(
-            Violation(
-                f"fp8.override_linear_precision.{gemm}=true",
-                "MS-AMP multiplies all three in FP8; remove it or set backend=native",
-                [(f"fp8.override_linear_precision.{gemm}", False)],
-                ["backend"],
+    lines = []
+    for key, (supported, behavior) in _FIXED_VALUES.items():
+        value = getattr(fp8, key)
+        if value not in (supported, "auto"):
+            lines.append(
+                Violation(
+                    f"fp8.{key}={spelled(value)}",
+                    f"MS-AMP {behavior}; set fp8.{key}={spelled(supported)}, or backend=native",
+                    [(f"fp8.{key}", supported)],
+                    ["backend"],
+                )
             )
-            for gemm in kept
-        ),
-    ]
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        if getattr(fp8.override_linear_precision, gemm):
+            lines.append(
+                Violation(
+                    f"fp8.override_linear_precision.{gemm}=true",
+                    "MS-AMP multiplies all three in FP8; remove it or set backend=native",
+                    [(f"fp8.override_linear_precision.{gemm}", False)],
+                    ["backend"],
+                )
+            )
+    return lines
 
 
-def _storage(p: Precision) -> list[Violation]:
-    """A line for each column that differs from what the level stores."""
-    has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
-    export = "only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes"
-    if level(p) == "O3":
+def _unsupported_storage(precision: Precision) -> list[Violation]:
+    """Returns a violation for each storage setting that differs from MS-AMP's level."""
+    deepspeed = "only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes"
+    opt_level = level(precision)
+    if opt_level == "O3":
         return [
-            Violation("opt_level=O3", f"MS-AMP has it {export}; set opt_level=O2, or {instead(p)}")
+            Violation(
+                "opt_level=O3",
+                f"MS-AMP has it {deepspeed}; set opt_level=O2, or {instead(precision)}",
+            )
         ]
-    words = f"backend=native opt_level={level(p)}"
-    # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
-    said = (
-        resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
-    )
-    cure = "set that" if p.backend == "auto" else "remove it"
-    why = f"MS-AMP's {level(p)} has"
-    lines: list[Violation] = [
-        Violation(
-            f"storage.{column}={said[column]}",
-            f"{why} {has[column]} there; {cure}, or set {words}",
-            [(f"storage.{column}", "auto")],
-            ["opt_level", "backend"],
-        )
-        for column in COLUMNS
-        if said[column] not in ("auto", has[column])
-    ]
-    if s.accumulate != "stored":
+    storage = precision.storage
+    level_dtypes = of_level(precision.model_copy(update={"backend": "msamp"}))
+    native = f"backend=native opt_level={opt_level}"
+    if precision.backend == "auto":
+        # With backend=auto the user sees the resolved columns of the native backend.
+        dtypes = resolved(precision)
+        advice = "set that"
+    else:
+        dtypes = {column: getattr(storage, column) for column in COLUMNS}
+        advice = "remove it"
+    lines: list[Violation] = []
+    for column in COLUMNS:
+        if dtypes[column] not in ("auto", level_dtypes[column]):
+            lines.append(
+                Violation(
+                    f"storage.{column}={dtypes[column]}",
+                    f"MS-AMP's {opt_level} has {level_dtypes[column]} there; {advice}, or set"
+                    f" {native}",
+                    [(f"storage.{column}", "auto")],
+                    ["opt_level", "backend"],
+                )
+            )
+    if storage.accumulate != "stored":
         lines.append(
             Violation(
-                f"storage.accumulate={s.accumulate}",
-                f"MS-AMP adds each microbatch to gradients that"
-                f" are stored in FP8; set storage.accumulate=stored, or {words}",
+                f"storage.accumulate={storage.accumulate}",
+                f"MS-AMP adds each microbatch to FP8"
+                f" gradients; set storage.accumulate=stored, or {native}",
                 [("storage.accumulate", "stored")],
                 ["backend"],
             )
         )
-    if s.rounding != "nearest":
+    if storage.rounding != "nearest":
         lines.append(
             Violation(
-                f"storage.rounding={s.rounding}",
-                f"MS-AMP rounds to nearest; remove it or set {words}",
+                f"storage.rounding={storage.rounding}",
+                f"MS-AMP rounds to nearest; remove it or set {native}",
                 [("storage.rounding", "nearest")],
                 ["backend"],
             )
         )
-    if s.shard not in ("auto", "none"):
+    if storage.shard not in ("auto", "none"):
         lines.append(
             Violation(
-                f"storage.shard={s.shard}",
-                f"MS-AMP shards {export}; remove it or set {words}",
+                f"storage.shard={storage.shard}",
+                f"MS-AMP shards {deepspeed}; remove it or set {native}",
                 [("storage.shard", "none")],
                 ["backend"],
             )
@@ -196,17 +212,21 @@ def _storage(p: Precision) -> list[Violation]:
     return lines
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
+def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation if the GPU is no H100. MS-AMP checks its name."""
     if hardware.device != "cuda":
-        return [
-            Violation("backend=msamp", f"MS-AMP runs only on CUDA, this is a CPU; set {instead(p)}")
-        ]
-    if hardware.capability != H100:
-        has = ".".join(map(str, hardware.capability or ("unknown",)))
         return [
             Violation(
                 "backend=msamp",
-                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 only on an H100; set {instead(p)}",
+                f"MS-AMP runs only on CUDA, this is a CPU; set {instead(precision)}",
+            )
+        ]
+    if hardware.capability != H100:
+        return [
+            Violation(
+                "backend=msamp",
+                f"this GPU has compute capability {dotted(hardware.capability)}, MS-AMP multiplies"
+                f" in FP8 only on an H100; set {instead(precision)}",
             )
         ]
     return []
