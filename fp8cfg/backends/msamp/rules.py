@@ -185,8 +185,8 @@ def _unsupported_storage(precision: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"storage.accumulate={storage.accumulate}",
-                f"MS-AMP adds each microbatch to FP8"
-                f" gradients; set storage.accumulate=stored, or {native}",
+                f"MS-AMP adds each microbatch to FP8 gradients; set storage.accumulate=stored, or"
+                f" {native}",
                 [("storage.accumulate", "stored")],
                 ["backend"],
             )

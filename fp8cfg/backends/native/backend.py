@@ -15,6 +15,7 @@ from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
     HIGH_PRECISION,
+    Kinds,
     PlannedLinear,
     plan_attention,
 )
@@ -58,12 +59,12 @@ def convert(
             continue
         linear = model.get_submodule(planned.name)
         assert isinstance(linear, nn.Linear)
-        high = tuple(g is None for g in planned.gemms)
+        fprop, dgrad, wgrad = planned.gemms
         layer = FP8Linear.from_linear(
             linear,
             scaling,
             region,
-            high_precision=(high[0], high[1], high[2]),
+            high_precision=(fprop is None, dgrad is None, wgrad is None),
             product=product,  # type: ignore[arg-type]
             fp8_params=fp8.params and linear.weight not in shared,
             read_as=compute if fp8.params else None,
@@ -99,18 +100,24 @@ def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[N
 
 def observed(model: nn.Module) -> Observed:
     """Returns the operand kinds of each GEMM that ran, by FP8 layer."""
-    out: Observed = {}
+    kinds_by_layer: Observed = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, FP8Layer):
-            ran = [decode_gemm_record(code) for code in layer.gemms_ran.tolist()]
-            kinds = [
-                r and (HIGH_PRECISION if r.execution == "high_precision" else (r.a, r.b))
-                for r in ran
-            ]
-            out[name] = dict(
-                zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True)
-            )
-    return out
+        if not isinstance(layer, FP8Layer):
+            continue
+        gemms = GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS
+        kinds = [_operand_kinds(code) for code in layer.gemms_ran.tolist()]
+        kinds_by_layer[name] = dict(zip(gemms, kinds, strict=True))
+    return kinds_by_layer
+
+
+def _operand_kinds(code: int) -> Kinds:
+    """Returns the operand kinds for an entry of `gemms_ran`."""
+    gemm_record = decode_gemm_record(code)
+    if gemm_record is None:
+        return None
+    if gemm_record.execution == "high_precision":
+        return HIGH_PRECISION
+    return gemm_record.a, gemm_record.b
 
 
 def forget_observed(model: nn.Module) -> None:

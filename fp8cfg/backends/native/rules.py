@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8cfg.schema.backends import EMULATE, Hardware
+from fp8cfg.schema.backends import EMULATE, Hardware, dotted
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS, needed
@@ -26,27 +26,29 @@ def unavailable() -> str:
 
 def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
     """Returns a violation for each setting that it cannot run, as in `Rules.refusals`."""
-    f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
+    fp8 = precision.fp8
+    scaling = SCALINGS[fp8.scaling]
+    lines = []
     # Blockwise attention would have to match cuDNN, which quantizes the softmax in its own way.
-    if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
+    if fp8.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
         lines.append(
             Violation(
                 "fp8.dot_product_attention=true",
-                "the native backend has none under"
-                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by its own rules; remove"
-                " it or set fp8.scaling=current",
+                f"the native backend has none under fp8.scaling={fp8.scaling}, where cuDNN"
+                " quantizes the softmax by its own rules; remove it or set fp8.scaling=current",
             )
         )
-    if f.multi_head_attention:
+    if fp8.multi_head_attention:
         lines.append(
             Violation(
                 "fp8.multi_head_attention=true",
                 "needs FP8 outputs of the projections: backend=te; remove it",
             )
         )
-    return lines or (
-        [] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware)
-    )
+    # A user fixes the keys first. They decide which hardware is needed.
+    if lines or product(precision, hardware)[0] == "emulate":
+        return lines
+    return _hardware_lacks(precision, hardware)
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
@@ -62,9 +64,9 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
     """Returns why a layer of these sizes stays in high precision, or ""."""
     # Fprop contracts in_features, dgrad contracts out_features. Emulation keeps the limit, so that
     # a plan does not depend on the machine.
-    for what, size in (("in", in_features), ("out", out_features)):
+    for side, size in (("in", in_features), ("out", out_features)):
         if size % ALIGNMENT:
-            return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
+            return f"{side}_features={size} is not a multiple of {ALIGNMENT}"
     return ""
 
 
@@ -76,10 +78,8 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
 def against_sharding(precision: Precision) -> list[Violation]:
     """Returns a violation if FSDP2 cannot gather the weights in FP8."""
     if precision.storage.shard == "fsdp" and precision.storage.gather == "fp8":
-        return [
-            Violation("storage.gather=fp8", f"{why}")
-            for why in against_fp8_gather(precision, "native")
-        ]
+        reasons = against_fp8_gather(precision, "native")
+        return [Violation("storage.gather=fp8", reason) for reason in reasons]
     return []
 
 
@@ -100,70 +100,69 @@ def no_units(precision: Precision, hardware: Hardware) -> list[Violation]:
     return [
         Violation(
             "fp8.enabled=true",
-            f"{found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16",
+            f"{describe_gpu(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or"
+            " precision=bf16",
         )
     ]
 
 
-def found(hardware: Hardware) -> str:
+def describe_gpu(hardware: Hardware) -> str:
     """Describes the GPU for messages."""
-    return (
-        f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
-    )
+    return f"this GPU has compute capability {dotted(hardware.capability)}"
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
+def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]:
     """Returns a violation if the GPU or its CUDA version cannot multiply with the scaling.
 
     The message has a setting that works, if there is one.
     """
-    capability, name, scaling = (
-        hardware.capability or (0, 0),
-        p.fp8.scaling,
-        SCALINGS[p.fp8.scaling],
-    )
-    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
-    if lines := no_units(p, hardware):
+    lines = no_units(precision, hardware)
+    if lines:
         return lines
+    fp8 = precision.fp8
+    scaling = SCALINGS[fp8.scaling]
+    capability = hardware.capability or (0, 0)
+    # fp32 has no FP8 presets.
+    compute = "bf16" if precision.compute == "fp32" else precision.compute
+    preset = f"{compute}_fp8_current"
     if scaling.least is None:
         return [
             Violation(
-                f"fp8.scaling={name}",
+                f"fp8.scaling={fp8.scaling}",
                 f"the native backend multiplies it only by emulation, and"
-                f" {found(hardware)}; {EMULATE}, or precision={preset}",
+                f" {describe_gpu(hardware)}; {EMULATE}, or precision={preset}",
             )
         ]
     if capability < scaling.least or (scaling.below and capability >= scaling.below):
         return [
             Violation(
-                f"fp8.scaling={name}",
-                f"{found(hardware)}, {name} scaling needs {needed(scaling.least)};"
+                f"fp8.scaling={fp8.scaling}",
+                f"{describe_gpu(hardware)}, {fp8.scaling} scaling needs {needed(scaling.least)};"
                 f" {EMULATE}, or precision={preset}",
             )
         ]
     if (hardware.cuda or (0, 0)) < scaling.cuda:
-        version, needs = (
-            ".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda)
-        )
         return [
             Violation(
-                f"fp8.scaling={name}",
-                f"torch has CUDA {version}, {name} scaling needs {needs};"
-                f" {EMULATE}, or precision={preset}",
+                f"fp8.scaling={fp8.scaling}",
+                f"torch has CUDA {dotted(hardware.cuda)}, {fp8.scaling} scaling needs"
+                f" {dotted(scaling.cuda)}; {EMULATE}, or precision={preset}",
             )
         ]
     # Without FP8 dgrad and wgrad no GEMM has a gradient operand, so its format does not matter.
-    kept = p.fp8.override_linear_precision
-    if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
-        takes = scaling.multiplied[0]
+    override = fp8.override_linear_precision
+    has_fp8_gradients = not (override.dgrad and override.wgrad)
+    if fp8.format not in scaling.multiplied and has_fp8_gradients:
+        supported = scaling.multiplied[0]
         return [
             Violation(
-                f"fp8.format={p.fp8.format}",
-                f"torch multiplies fp8.scaling={name} in {takes.upper()}"
-                f" alone, gradients too; set fp8.format={takes}, or {EMULATE.removeprefix('set ')}",
+                f"fp8.format={fp8.format}",
+                f"torch multiplies fp8.scaling={fp8.scaling} in {supported.upper()}"
+                f" alone, gradients too; set fp8.format={supported}, or"
+                f" {EMULATE.removeprefix('set ')}",
             )
         ]
-    if p.fp8.dot_product_attention:
+    if fp8.dot_product_attention:
         return [
             Violation(
                 "fp8.dot_product_attention=true",

@@ -1,11 +1,11 @@
-"""Rules of torchao 0.18: current scaling through Float8Linear, and MXFP8 through the prototype MXFP8Linear."""
+"""Rules of torchao 0.18: Float8Linear for current scaling, and the prototype MXFP8Linear for MXFP8."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import util
 
-from fp8cfg.backends.native.rules import found, no_units
+from fp8cfg.backends.native.rules import describe_gpu, no_units
 from fp8cfg.schema.backends import EMULATE, Hardware
 from fp8cfg.schema.fp8 import FP8, per_row, weights_2d
 from fp8cfg.schema.packages import installed_version
@@ -15,37 +15,44 @@ from fp8cfg.schema.storage import fp8_weight_setting, level
 from fp8cfg.schema.violation import Violation
 
 LEAST = (0, 18)
-"""The oldest torchao whose float8 and mxfp8 training this backend knows."""
+"""Lowest supported version. Older ones have another API for FP8 and MXFP8 training."""
 MX_CAPABILITY = (10, 0)
-"""Least CUDA compute capability with MXFP8 products: Blackwell. Those of 12.0 and above have other instructions."""
+"""Lowest compute capability with MXFP8 GEMMs: Blackwell."""
+MX_BELOW = (12, 0)
+"""Compute capability from which GPUs have other MXFP8 instructions."""
 
 
 def blocks(fp8: FP8) -> bool:
-    """Whether MXFP8Linear multiplies, instead of Float8Linear."""
+    """Whether layers are MXFP8Linear, otherwise Float8Linear."""
     return SCALINGS[fp8.scaling].torchao == "mx"
 
 
 def unavailable() -> str:
+    """Returns why torchao cannot be imported here, or ""."""
     if util.find_spec("torchao") is None:
         return "torchao is not installed"
     version = installed_version("torchao")
     if version is None:
         return "torchao has no version, its installation is not complete"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return (
-        "" if release >= LEAST else f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
-    )
+    if release < LEAST:
+        return f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
+    return ""
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
-    lines = [*_not_there(precision), *(_mxfp8(precision) if blocks(precision.fp8) else ())]
-    emulates = product(precision, hardware)[0] == "emulate"
-    return lines or (
-        [] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware)
-    )
+    """Returns a violation for each setting that it cannot run, as in `Rules.refusals`."""
+    lines = _unsupported_keys(precision)
+    if blocks(precision.fp8):
+        lines += _unsupported_mxfp8_keys(precision)
+    # A user fixes the keys first. They decide which hardware is needed.
+    if lines or product(precision, hardware)[0] == "emulate":
+        return lines
+    return no_units(precision, hardware) or _hardware_lacks(precision, hardware)
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    """Returns "emulate" or "scaled_mm", and why."""
     if hardware.device == "cpu":
         return "emulate", "torchao emulates FP8 on a CPU, in float32"
     if precision.fp8.emulate:
@@ -54,91 +61,110 @@ def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
 
 
 def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    """Returns why a layer of these sizes stays in high precision, or ""."""
     multiple = _multiple(fp8)
-    for what, size in (("in", in_features), ("out", out_features)):
+    for side, size in (("in", in_features), ("out", out_features)):
         if size % multiple:
-            return f"{what}_features={size} is not a multiple of {multiple}"
+            return f"{side}_features={size} is not a multiple of {multiple}"
     return ""
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return (
-        1 if product == "emulate" and not blocks(fp8) else _multiple(fp8)
-    )  # wgrad contracts tokens
+    """Returns the number that must divide the tokens of a forward pass. wgrad contracts them."""
+    if product == "emulate" and not blocks(fp8):
+        return 1
+    return _multiple(fp8)
 
 
 def against_sharding(precision: Precision) -> list[Violation]:
+    """Returns nothing: all sharding is supported."""
     return []
 
 
 def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+    """Returns nothing: no environment variable changes its results."""
     return []
 
 
 def instead(precision: Precision) -> str:
+    """Returns the override for machines without torchao."""
     return "backend=native"
 
 
 def _multiple(fp8: FP8) -> int:
+    """Returns the divisor of contracted dimensions: an MXFP8 block, or 16 bytes for cuBLAS."""
     return 32 if blocks(fp8) else 16
 
 
-def _not_there(p: Precision) -> list[Violation]:
-    f, lines = p.fp8, list[Violation]()
-    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
-    if not SCALINGS[f.scaling].torchao:
-        those = " and ".join(name for name, scaling in SCALINGS.items() if scaling.torchao)
+def _unsupported_keys(precision: Precision) -> list[Violation]:
+    """Returns a violation for each key that torchao does not support."""
+    fp8 = precision.fp8
+    lines = []
+    if not SCALINGS[fp8.scaling].torchao:
+        supported = [name for name, scaling in SCALINGS.items() if scaling.torchao]
         lines.append(
             Violation(
-                f"fp8.scaling={f.scaling}",
-                f"torchao has only {those}; set backend=native, or precision={preset}",
+                f"fp8.scaling={fp8.scaling}",
+                f"torchao has only {' and '.join(supported)}; set backend=native, or"
+                f" precision={_current_preset(precision)}",
             )
         )
-    if f.params:
-        said = fp8_weight_setting(p)
-        cure = (
-            "fp8.params=false"
-            if said == "fp8.params=true"
-            else "opt_level=O2"
-            if level(p)
-            else "storage.weight=fp16_scaled"
-        )
-        lines.append(
-            Violation(
-                said,
-                f"torchao does not multiply weights that are stored in FP8; set"
-                f" backend=native, or {cure}",
-                [("fp8.params", False)] if said == "fp8.params=true" else [],
-                ["backend"],
+    if fp8.params:
+        lines.append(_fp8_weight_violation(precision))
+    for key in ("dot_product_attention", "multi_head_attention"):
+        if getattr(fp8, key):
+            lines.append(
+                Violation(
+                    f"fp8.{key}=true",
+                    "torchao leaves attention as it is; set backend=native, or remove it",
+                    [(f"fp8.{key}", False)],
+                    ["backend"],
+                )
             )
-        )
-    lines += [
-        Violation(
-            f"fp8.{key}=true",
-            "torchao leaves attention as it is; set backend=native, or remove it",
-            [(f"fp8.{key}", False)],
-            ["backend"],
-        )
-        for key in ("dot_product_attention", "multi_head_attention")
-        if getattr(f, key)
-    ]
     return lines
 
 
-def _mxfp8(p: Precision) -> list[Violation]:
-    f, high = p.fp8, p.fp8.override_linear_precision
-    lines = [
-        Violation(
-            f"fp8.override_linear_precision.{gemm}=true",
-            "torchao's MXFP8Linear keeps only wgrad in"
-            " high precision; set backend=native, or remove it",
-            [(f"fp8.override_linear_precision.{gemm}", False)],
-            ["backend"],
-        )
-        for gemm in ("fprop", "dgrad")
-        if getattr(high, gemm)
-    ]
-    if weights_2d(f):
+def _current_preset(precision: Precision) -> str:
+    """Returns the preset with current scaling and the same compute dtype. fp32 has none."""
+    compute = "bf16" if precision.compute == "fp32" else precision.compute
+    return f"{compute}_fp8_current"
+
+
+def _fp8_weight_violation(precision: Precision) -> Violation:
+    """Returns the violation for FP8 weights. Its advice changes the key that requests them."""
+    setting = fp8_weight_setting(precision)
+    fixes: list[tuple[str, object]] = []
+    if setting == "fp8.params=true":
+        advice = "fp8.params=false"
+        fixes = [("fp8.params", False)]
+    elif level(precision):
+        advice = "opt_level=O2"
+    else:
+        advice = "storage.weight=fp16_scaled"
+    return Violation(
+        setting,
+        f"torchao does not multiply weights that are stored in FP8; set backend=native, or {advice}",
+        fixes,
+        ["backend"],
+    )
+
+
+def _unsupported_mxfp8_keys(precision: Precision) -> list[Violation]:
+    """Returns a violation for each key that torchao's MXFP8Linear does not support."""
+    fp8 = precision.fp8
+    lines = []
+    for gemm in ("fprop", "dgrad"):
+        if getattr(fp8.override_linear_precision, gemm):
+            lines.append(
+                Violation(
+                    f"fp8.override_linear_precision.{gemm}=true",
+                    "torchao's MXFP8Linear keeps only wgrad in"
+                    " high precision; set backend=native, or remove it",
+                    [(f"fp8.override_linear_precision.{gemm}", False)],
+                    ["backend"],
+                )
+            )
+    if weights_2d(fp8):
         lines.append(
             Violation(
                 "fp8.enable_2d_quantization=true",
@@ -147,7 +173,7 @@ def _mxfp8(p: Precision) -> list[Violation]:
                 ["backend"],
             )
         )
-    if p.compute == "fp16":
+    if precision.compute == "fp16":
         lines.append(
             Violation(
                 "precision.compute=fp16",
@@ -156,26 +182,28 @@ def _mxfp8(p: Precision) -> list[Violation]:
                 ["backend"],
             )
         )
-    return list(lines)
+    return lines
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
+def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation if the GPU or its GEMMs do not support the scaling."""
+    fp8 = precision.fp8
     capability = hardware.capability or (0, 0)
-    if blocks(p.fp8) and not MX_CAPABILITY <= capability < (12, 0):
+    if blocks(fp8) and not MX_CAPABILITY <= capability < MX_BELOW:
         return [
             Violation(
-                f"fp8.scaling={p.fp8.scaling}",
-                f"{found(hardware)}, torchao's MXFP8 needs 10.0"
-                f" (Blackwell); {EMULATE}, or"
-                f" precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current",
+                f"fp8.scaling={fp8.scaling}",
+                f"{describe_gpu(hardware)}, torchao's MXFP8 needs 10.0"
+                f" (Blackwell); {EMULATE}, or precision={_current_preset(precision)}",
             )
         ]
-    if per_row(p.fp8) and p.compute != "bf16":
+    if per_row(fp8) and precision.compute != "bf16":
         return [
             Violation(
                 "fp8.granularity=row",
                 "torch's product with scales of rows gives bf16, not"
-                f" precision.compute={p.compute}; set backend=native, or precision.compute=bf16",
+                f" precision.compute={precision.compute}; set backend=native, or"
+                " precision.compute=bf16",
             )
         ]
     return []
