@@ -180,7 +180,7 @@ def test_blocks_with_e5m2_gradients_have_no_product_on_a_gpu() -> None:
     """torch's scaled_mm takes E4M3 x E4M3 alone with scales of blocks: three of the block presets would fail in their first step."""
     hybrid = Precision(fp8={"enabled": True, "scaling": "block", "format": "hybrid"})
     assert [str(violation) for violation in native_rules.refusals(hybrid, HOPPER)] == [
-        "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 alone, gradients too; set fp8.format=e4m3, or fp8.emulate=true to emulate"
+        "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 only, also gradients; set fp8.format=e4m3, or fp8.emulate=true to emulate"
     ]
     assert native_rules.refusals(hybrid, CPU) == []
     for words in (

@@ -158,7 +158,7 @@ def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]
             Violation(
                 f"fp8.format={fp8.format}",
                 f"torch multiplies fp8.scaling={fp8.scaling} in {supported.upper()}"
-                f" alone, gradients too; set fp8.format={supported}, or"
+                f" only, also gradients; set fp8.format={supported}, or"
                 f" {EMULATE.removeprefix('set ')}",
             )
         ]
