@@ -31,7 +31,11 @@ from fp8cfg.backends.gemm_plan import (
 )
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.models.config import adapter_parameters
-from fp8cfg.planning.layer_plan import adapted_projections, attention_plan, transformer_config
+from fp8cfg.planning.layer_plan import (
+    adapted_projections,
+    attention_flops,
+    attention_plan,
+)
 from fp8cfg.schema.errors import NotFP8Error, expect
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.recipe import Recipe
@@ -95,6 +99,17 @@ class Coverage:
         attention_flops = attention_share * self.attention_flops
         linear_flops = sum(self._gemm_flops(linear) * linear.fp8_share for linear in self.linears)
         return (attention_flops + linear_flops) / self.flops
+
+    @property
+    def low_share_warning(self) -> str:
+        """A warning if less than half of the FLOPs are in FP8, else ""."""
+        if self.share >= LOW:
+            return ""
+        name, share, reason = self.largest_in_high_precision
+        return (
+            f"only {self.share:.1%} of {self.denominator} ran in FP8; the largest part in high"
+            f" precision is {name}, {share:.1%} ({reason})"
+        )
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
@@ -315,20 +330,16 @@ def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Covera
         recipe: The recipe.
         linears: The planned GEMMs of its linear layers.
     """
-    model = recipe.model
-    config = transformer_config(recipe)
-    # Q K^T and S V have 2 FLOPs per multiply-add, and backward has twice the forward FLOPs.
-    # `reach` already has the factor 2 of a multiply-add.
-    reach = 0.0
-    for layer in range(model.num_layers):
-        reach += _attention_reach(model.seq_length, config.window(layer))
-    attention = 3 * 2 * reach * model.num_attention_heads * model.head_dim  # two products
     adapters = []
     for module, parts in groupby(adapted_projections(recipe), attrgetter("module")):
         parameters = adapter_parameters([*parts], recipe.lora.rank)
         adapters.append(Unwatched(f"{module}.lora", parameters, "adapters"))
     return Coverage(
-        linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters
+        linears,
+        attention_plan(recipe),
+        attention_flops(recipe),
+        recipe.precision.compute,
+        adapters,
     )
 
 
@@ -348,15 +359,6 @@ def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
         f"fp8.min_coverage={minimum:g}: only {coverage.share:.1%} of matmul FLOPs would run in FP8;"
         f" lower it, or see fp8cfg plan for the layers in {recipe.precision.compute}"
     )
-
-
-def _attention_reach(tokens: int, window: int | None) -> float:
-    """Twice the average number of keys per query under a causal mask, in leading order."""
-    # Full attention: a query sees half of the tokens on average. With a window of w tokens a
-    # query sees w of them, except for the first w queries with half of that.
-    if window is None or window >= tokens:
-        return tokens
-    return 2 * window - window * window / tokens
 
 
 def coverage_of_layers(
@@ -468,21 +470,10 @@ def warn_of_low_coverage(model: nn.Module, observed: Coverage) -> None:
             linears.append(linear)
         elif any(kinds is not None for kinds in linear.gemms):
             linears.append(_with_planned_gemms(linear, planned[linear.name]))
-    line = low_coverage_warning(replace(observed, linears=linears))
+    line = replace(observed, linears=linears).low_share_warning
     if line and not state.share_said:
         warnings.warn(line, RuntimeWarning, stacklevel=3)
     state.share_said = True
-
-
-def low_coverage_warning(observed: Coverage) -> str:
-    """Returns a warning if less than half of the FLOPs ran in FP8, else ""."""
-    if observed.share >= LOW:
-        return ""
-    name, share, reason = observed.largest_in_high_precision
-    return (
-        f"only {observed.share:.1%} of {observed.denominator} ran in FP8; the largest part in high"
-        f" precision is {name}, {share:.1%} ({reason})"
-    )
 
 
 def _with_planned_gemms(observed: PlannedLinear, planned: PlannedLinear) -> PlannedLinear:

@@ -130,6 +130,30 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     return planned
 
 
+def attention_flops(recipe: Recipe) -> float:
+    """Returns the FLOPs per token of all attention layers, forward and backward.
+
+    Only the causal half of the scores counts. A multiply-add has 2 FLOPs.
+    """
+    model = recipe.model
+    config = transformer_config(recipe)
+    # `reach` already has the factor 2 of a multiply-add.
+    reach = 0.0
+    for layer in range(model.num_layers):
+        reach += _attention_reach(model.seq_length, config.window(layer))
+    # Two products, Q K^T and S V. Backward has twice the forward FLOPs.
+    return float(3 * 2 * reach * model.num_attention_heads * model.head_dim)
+
+
+def _attention_reach(tokens: int, window: int | None) -> float:
+    """Twice the average number of keys per query under a causal mask, in leading order."""
+    # Full attention: a query sees half of the tokens on average. With a window of w tokens a
+    # query sees w of them, except for the first w queries with half of that.
+    if window is None or window >= tokens:
+        return tokens
+    return 2 * window - window * window / tokens
+
+
 def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
     """Returns the projections with LoRA adapters. Empty without lora.enabled.
 

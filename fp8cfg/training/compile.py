@@ -23,7 +23,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.data import Batches
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.coverage import planned_coverage
+from fp8cfg.planning.layer_plan import attention_flops
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.step import check_pass, extra_pass
 
@@ -194,9 +194,8 @@ def compiles(
         raise ConfigError(f"trainer.compile=on: no {compiler} here; {advice}")
     if setting != "auto":
         return setting == "on"
-    coverage = planned_coverage(recipe, plan)
     # 6 FLOPs per weight and token: forward, dgrad and wgrad take one multiply and one add each.
-    per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
+    per_token = attention_flops(recipe) + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     flops = per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps
     return can_compile and _disabled() is None and flops >= WORTH_FLOPS[device]

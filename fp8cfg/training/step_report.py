@@ -19,19 +19,19 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
-from fp8cfg.planning.coverage import Coverage, low_coverage_warning
 from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.bad_steps import BadStep, Policy
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
-from fp8cfg.training.progress import Progress
 from fp8cfg.training.step import StepResult
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
+    from fp8cfg.planning.coverage import Coverage
     from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.training.progress import Progress
 
 _PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 
@@ -188,7 +188,7 @@ class StepReport:
         if self._job.recipe.fp8.enabled:
             self._say(self._describe(coverage))
             # A custom model prints this warning itself, in its first optimizer step.
-            warning = "" if self._job.foreign else low_coverage_warning(coverage)
+            warning = "" if self._job.foreign else coverage.low_share_warning
             if warning:
                 self._say(wrapped(f"warning: {warning}"))
         # Another collective, so it comes before the test for a run folder.
