@@ -132,9 +132,11 @@ class BadSteps:
             return None
         if not self._spike_factor or len(self._losses) < MIN_LOSSES:
             return math.inf
-        middle = median(self._losses)
-        # A multiple has no meaning for losses around 0, as a custom model may have.
-        return self._spike_factor * middle if middle > 0 else math.inf
+        median_loss = median(self._losses)
+        if median_loss <= 0:
+            # A multiple has no meaning for losses around 0, as a custom model may have.
+            return math.inf
+        return self._spike_factor * median_loss
 
     def check(self, result: StepResult) -> BadStep | None:
         """Checks a finished step and counts it.
@@ -142,8 +144,9 @@ class BadSteps:
         Returns:
             The step if it is bad. Its policy is "stop" if the run has skipped too many in a row.
         """
-        problem, policy = self._problem(result), self._policy
-        self._count(result)
+        problem = self._describe_problem(result)
+        policy = self._policy
+        self._count_step(result)
         if not problem and self._num_overflows == MAX_OVERFLOWS:
             # The loss scale did not help, and nothing else will.
             problem = (
@@ -162,19 +165,21 @@ class BadSteps:
             )
         return BadStep(result.step, problem, policy, result.loss, result.lr, result.grad_norm)
 
-    def _count(self, result: StepResult) -> None:
+    def _count_step(self, result: StepResult) -> None:
         """Counts steps without an update, and keeps the losses of the others."""
         scaler = self._job.loss_scaler
         if not result.stepped:
             self.num_skipped += 1
-            self._num_overflows += scaler is not None and not result.rejected
+            if scaler is not None and not result.rejected:
+                self._num_overflows += 1
             return
         if scaler is not None and self._num_overflows:
             self._say(
                 f"step {result.step}: {self._num_overflows} steps before it were skipped, gradients"
                 f" overflowed; loss scale {scaler.scale:g}"
             )
-        self.num_skipped = self._num_overflows = 0
+        self.num_skipped = 0
+        self._num_overflows = 0
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
 
@@ -184,8 +189,8 @@ class BadSteps:
         if self._run is None:
             return
         data = {}
-        for step, each in sorted(self.skipped.items()):
-            fields = {name: to_json_value(value) for name, value in asdict(each).items()}
+        for step, bad_step in sorted(self.skipped.items()):
+            fields = {name: to_json_value(value) for name, value in asdict(bad_step).items()}
             del fields["step"]
             data[str(step)] = fields
         try:
@@ -194,13 +199,13 @@ class BadSteps:
             # A full disk must not end the run: a resumed run finds the bad step again.
             self._say(f"{SKIPPED_STEPS} could not be written: {error.strerror}")
 
-    def _problem(self, result: StepResult) -> str:
+    def _describe_problem(self, result: StepResult) -> str:
         """Returns why a step is bad, or ""."""
         if result.rejected and math.isfinite(result.loss):
-            middle = median(self._losses)
+            median_loss = median(self._losses)
             return (
-                f"the loss {result.loss:.4g} is {result.loss / middle:.3g} times the median"
-                f" {middle:.4g} of the last {len(self._losses)} steps"
+                f"the loss {result.loss:.4g} is {result.loss / median_loss:.3g} times the median"
+                f" {median_loss:.4g} of the last {len(self._losses)} steps"
                 f" (trainer.spike_factor={self._spike_factor:g})"
             )
         # Skipped steps lower the loss scale of fp16, so gradients can become finite again.
@@ -243,12 +248,16 @@ class BadSteps:
         losses: list[float] = []
         if self._run and self._run.files.kind(METRICS):
             for row in read_metrics(self._run.files, METRICS):
-                loss, step = row.get("loss"), row["step"]
-                is_good = isinstance(loss, float) and math.isfinite(loss) and row.get("stepped")
-                if is_good and isinstance(step, int) and step <= done:
-                    losses.append(loss)  # type: ignore[arg-type]
-        kept: list[float] = json.loads(self._world.text(json.dumps(losses[-SPIKE_WINDOW:])))
-        return kept
+                loss = row.get("loss")
+                step = row["step"]
+                assert isinstance(step, int)
+                if not isinstance(loss, float) or not math.isfinite(loss):
+                    continue
+                if row.get("stepped") and step <= done:
+                    losses.append(loss)
+        text = self._world.text(json.dumps(losses[-SPIKE_WINDOW:]))
+        last_losses: list[float] = json.loads(text)
+        return last_losses
 
 
 def _parse_skipped(step: int, fields: Mapping[str, Value]) -> BadStep:
@@ -256,8 +265,13 @@ def _parse_skipped(step: int, fields: Mapping[str, Value]) -> BadStep:
     numbers = {}
     for name in ("loss", "lr", "grad_norm"):
         value = fields[name]
-        numbers[name] = NON_FINITE[value] if isinstance(value, str) else float(value or 0.0)
-    policy: Policy = "rewind" if fields["policy"] == "rewind" else "skip"
+        if isinstance(value, str):
+            numbers[name] = NON_FINITE[value]
+        else:
+            numbers[name] = float(value or 0.0)
+    policy: Policy = "skip"
+    if fields["policy"] == "rewind":
+        policy = "rewind"
     return BadStep(step, str(fields["problem"]), policy, **numbers)
 
 
@@ -286,8 +300,8 @@ def capture_buffers(job: Job) -> Buffers:
 
 def restore_buffers(captured: Buffers) -> None:
     """Restores the buffers that `capture_buffers` has copied."""
-    for buffer, before in captured:
-        buffer.copy_(before)
+    for buffer, copy in captured:
+        buffer.copy_(copy)
 
 
 def newest_checkpoint(

@@ -40,17 +40,74 @@ RunData = tuple[Batches, Samples | None]
 The samples are None if nothing is held out, as for a stream without data.validation_path."""
 
 
-def named_tokenizer(name: str | None) -> Tokenizer:
-    """Loads the tokenizer of data.tokenizer=`name`. Raises ConfigError if it cannot be read."""
+def run_data(recipe: Recipe) -> RunData:
+    """Loads the training and validation data of `recipe`.
+
+    Raises:
+        ConfigError: Data are missing, too small or do not fit the model.
+    """
+    data = recipe.data
+    trainer = recipe.trainer
+    refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     try:
-        return load_tokenizer(tokenizer_path(name))
-    except DataError as e:
-        raise ConfigError(f"data.tokenizer={name or 'null'}: {_without(e, name)}") from None
+        tokenizer = recipe_tokenizer(recipe)
+        validation: Samples | None = None
+        if data.validation_path:
+            validation = _load_validation(recipe, data.validation_path, tokenizer)
+        if data.streaming:
+            return _open_stream(recipe, tokenizer), validation
+
+        # Without data.mixture there is one part.
+        paths: list[str | None] = [part["path"] for part in data.mixture] or [data.path]
+        weights = [part["weight"] for part in data.mixture]
+        parts = [_load_source(recipe, path, tokenizer) for path in paths]
+        descriptions = "; ".join(map(_describe_part, parts))
+        remark = training_data.describe_data(recipe, descriptions)
+        if validation is not None:
+            samples = [_to_samples(recipe, part, data.eod_mask_loss) for part in parts]
+            train = _mix(samples, weights)
+        else:
+            train, validation = _split_parts(recipe, parts, weights)
+        batches = Batches(train, trainer.seed, trainer.global_batch_size, tokenizer.sha256, remark)
+        return batches, validation
+    except DataError as error:
+        raise ConfigError(f"data={data.name}: {error}") from None
 
 
-def _without(error: DataError, name: str | None) -> str:
-    """Returns the error without its prefix `name`: the ConfigError already has this name."""
-    return str(error).removeprefix(f"{name}: ")
+def all_samples(recipe: Recipe) -> Samples:
+    """Loads all samples of data.path, without a split. Raises ConfigError as `run_data` does."""
+    data = recipe.data
+    try:
+        source = _load_source(recipe, data.path, recipe_tokenizer(recipe))
+        return _to_samples(recipe, source, masked=False)
+    except DataError as error:
+        raise ConfigError(f"data={data.name}: {error}") from None
+
+
+def refuse_absent(recipe: Recipe) -> None:
+    """Raises ConfigError if a data path or the tokenizer path does not exist.
+
+    `run_data` raises the same errors, but only after the model was built. This check is cheap and
+    runs before.
+    """
+    data = recipe.data
+    try:
+        if data.tokenizer not in (None, BYTES) and not data.tokenizer.startswith(PREFIX):
+            require(Path(data.tokenizer))
+    except DataError as error:
+        reason = _strip_name(error, data.tokenizer)
+        raise ConfigError(f"data.tokenizer={data.tokenizer}: {reason}") from None
+    paths = [data.validation_path, data.path, *(part["path"] for part in data.mixture)]
+    try:
+        for path in paths:
+            if path:
+                require_source(data.name, path)
+    except DataError as error:
+        raise ConfigError(f"data={data.name}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokenizer
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -65,178 +122,146 @@ def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
         return named_tokenizer(name)
     try:
         return load_tokenizer(tokenizer_path(name))
-    except DataError as e:
+    except DataError as error:
         raise ConfigError(
-            f"data.tokenizer=null: the pretrained model {name} has no usable tokenizer ({e}); set"
-            " data.tokenizer=FOLDER or data.tokenizer=bytes"
+            f"data.tokenizer=null: the pretrained model {name} has no usable tokenizer ({error});"
+            " set data.tokenizer=FOLDER or data.tokenizer=bytes"
         ) from None
 
 
-def run_data(recipe: Recipe) -> RunData:
-    """Loads the training and validation data of `recipe`.
-
-    Raises:
-        ConfigError: Data are missing, too small or do not fit the model.
-    """
-    t, d = recipe.trainer, recipe.data
-    refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
+def named_tokenizer(name: str | None) -> Tokenizer:
+    """Loads the tokenizer of data.tokenizer=`name`. Raises ConfigError if it cannot be read."""
     try:
-        tokenizer = recipe_tokenizer(recipe)
-        held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
-        if d.streaming:
-            stream = _stream(recipe, tokenizer)
-            return (
-                StreamBatches(
-                    stream,
-                    t.seed,
-                    t.global_batch_size,
-                    tokenizer.sha256,
-                    training_data.describe_data(recipe, stream.shards.description),
-                ),
-                held_out,
-            )
-        parts = [
-            _whole(recipe, path, tokenizer)
-            for path in [part["path"] for part in d.mixture] or [d.path]
-        ]
-        remark = training_data.describe_data(recipe, "; ".join(map(_description, parts)))
-        weights = [part["weight"] for part in d.mixture]
-        # Without data.validation_path the end of each part is held out.
-        if held_out:
-            train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)
-        else:
-            train_parts, held_out_parts = zip(*(_cut(recipe, part) for part in parts), strict=True)
-            train = _together(train_parts, weights)
-            # A part that is too small for a split has none, and then the whole run has none.
-            if None not in held_out_parts:
-                held_out = _together(held_out_parts, weights)
-        return Batches(train, t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out
-    except DataError as e:
-        raise ConfigError(f"data={d.name}: {e}") from None
+        return load_tokenizer(tokenizer_path(name))
+    except DataError as error:
+        reason = _strip_name(error, name)
+        raise ConfigError(f"data.tokenizer={name or 'null'}: {reason}") from None
 
 
-def refuse_absent(recipe: Recipe) -> None:
-    """Raises ConfigError if a data path or the tokenizer path does not exist.
+def _strip_name(error: DataError, name: str | None) -> str:
+    """Returns the error without its prefix `name`: the ConfigError already has this name."""
+    return str(error).removeprefix(f"{name}: ")
 
-    `run_data` raises the same errors, but only after the model was built. This check is cheap and
-    runs before.
-    """
-    d = recipe.data
+
+# ------------------------------------------------------------------------------------------------
+# Parts of the data
+
+
+def _load_source(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | Conversations:
+    """Loads and tokenizes all data at `path`."""
+    data = recipe.data
+    model = recipe.model
+    if data.name == "chat":
+        return load_conversations(str(path), tokenizer, model.seq_length, model.vocab_size)
+    return load_corpus(data.name, path, model.vocab_size, data.text_key, tokenizer)
+
+
+def _load_validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
+    """Loads data.validation_path. Raises DataError if one of its files is training data, too."""
+    data = recipe.data
     try:
-        if d.tokenizer not in (None, BYTES) and not d.tokenizer.startswith(PREFIX):
-            require(Path(d.tokenizer))
-    except DataError as e:
-        raise ConfigError(f"data.tokenizer={d.tokenizer}: {_without(e, d.tokenizer)}") from None
-    try:
-        for path in filter(
-            None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))
-        ):
-            require_source(d.name, path)
-    except DataError as e:
-        raise ConfigError(f"data={d.name}: {e}") from None
+        training_paths = [part["path"] for part in data.mixture] or [str(data.path)]
+        training_files = set()
+        for training_path in training_paths:
+            for file in source_files(data.name, training_path):
+                training_files.add(file.resolve())
+        for file in source_files(data.name, path):
+            if file.resolve() in training_files:
+                raise DataError(
+                    f"{file} is also a file of data.path; exclude it with a pattern such as"
+                    " train-*, or move it away"
+                )
+        return _to_samples(recipe, _load_source(recipe, path, tokenizer), data.eod_mask_loss)
+    except DataError as error:
+        raise DataError(f"validation_path: {error}") from None
 
 
-def _together(samples: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """Returns the mixture of all parts, or the only part if the recipe has no data.mixture."""
-    return Mixture(samples, weights) if weights else samples[0]
-
-
-def _stream(recipe: Recipe, tokenizer: Tokenizer) -> Stream:
-    m, d = recipe.model, recipe.data
+def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> StreamBatches:
+    """Opens data.path as a stream (data.streaming)."""
+    data = recipe.data
+    trainer = recipe.trainer
     # `load_corpus` makes this check for other data.
-    refuse_vocabulary(tokenizer, m.vocab_size)
-    shards = Shards.found(d.name, str(d.path), d.text_key)
-    return Stream(
+    refuse_vocabulary(tokenizer, recipe.model.vocab_size)
+    shards = Shards.found(data.name, str(data.path), data.text_key)
+    stream = Stream(
         shards,
         tokenizer,
-        m.seq_length,
-        recipe.trainer.global_batch_size,
-        tokenizer.eos if d.eod_mask_loss else None,
-        tokenizer.eos if d.resets else None,
+        recipe.model.seq_length,
+        trainer.global_batch_size,
+        tokenizer.eos if data.eod_mask_loss else None,
+        tokenizer.eos if data.resets else None,
+    )
+    remark = training_data.describe_data(recipe, shards.description)
+    return StreamBatches(stream, trainer.seed, trainer.global_batch_size, tokenizer.sha256, remark)
+
+
+def _split_parts(
+    recipe: Recipe, parts: Sequence[Corpus | Conversations], weights: Sequence[float]
+) -> tuple[Samples, Samples | None]:
+    """Holds out the end of each part. Returns training and validation samples."""
+    train_parts: list[Samples] = []
+    validation_parts: list[Samples] = []
+    for part in parts:
+        train, validation = _split_part(recipe, part)
+        train_parts.append(train)
+        if validation is not None:
+            validation_parts.append(validation)
+    if len(validation_parts) < len(parts):
+        # A part that is too small for a split has none, and then the whole run has none.
+        return _mix(train_parts, weights), None
+    return _mix(train_parts, weights), _mix(validation_parts, weights)
+
+
+def _split_part(recipe: Recipe, part: Corpus | Conversations) -> tuple[Samples, Samples | None]:
+    """Splits a part of the data into training and validation samples.
+
+    If it is too small for a split and the run never validates, all samples are for training.
+    """
+    data = recipe.data
+    try:
+        if isinstance(part, Conversations):
+            return part.split(data.validation_fraction)
+        train, validation = split(part, data.validation_fraction, recipe.model.seq_length)
+        return (
+            _to_samples(recipe, train, data.eod_mask_loss),
+            _to_samples(recipe, validation, data.eod_mask_loss),
+        )
+    except DataError:
+        if recipe.trainer.val_check_interval:
+            raise
+    return _to_samples(recipe, part, data.eod_mask_loss), None
+
+
+def _to_samples(recipe: Recipe, part: Corpus | Conversations, masked: bool) -> Samples:
+    """Returns conversations as they are, and a corpus as windows of seq_length tokens.
+
+    Args:
+        recipe: The recipe.
+        part: A corpus, or conversations.
+        masked: Whether the first token after each end of document has no loss.
+    """
+    if isinstance(part, Conversations):
+        return part
+    return Windows(
+        part.tokens,
+        recipe.model.seq_length,
+        recipe.model.vocab_size,
+        part.eos if masked else None,
+        part.eos if recipe.data.resets else None,
+        part.documents,
     )
 
 
-def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
-    """Loads data.validation_path. Raises DataError if one of its files is training data, too."""
-    d = recipe.data
-    try:
-        trained = [part["path"] for part in d.mixture] or [str(d.path)]
-        files = {file.resolve() for at in trained for file in source_files(d.name, at)}
-        if shared := [file for file in source_files(d.name, path) if file.resolve() in files]:
-            raise DataError(
-                f"{shared[0]} is also a file of data.path; exclude it with a pattern such as train-*,"
-                " or move it away"
-            )
-        return _samples(recipe, _whole(recipe, path, tokenizer), d.eod_mask_loss)
-    except DataError as e:
-        raise DataError(f"validation_path: {e}") from None
+def _mix(samples: Sequence[Samples], weights: Sequence[float]) -> Samples:
+    """Returns the mixture of all parts, or the only part if the recipe has no data.mixture."""
+    if not weights:
+        return samples[0]
+    return Mixture(samples, weights)
 
 
-def all_samples(recipe: Recipe) -> Samples:
-    """Loads all samples of data.path, without a split. Raises ConfigError as `run_data` does."""
-    d = recipe.data
-    try:
-        return _samples(recipe, _whole(recipe, d.path, recipe_tokenizer(recipe)), masked=False)
-    except DataError as e:
-        raise ConfigError(f"data={d.name}: {e}") from None
-
-
-def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | Conversations:
-    """Loads and tokenizes the data at `path`, whole."""
-    m, d = recipe.model, recipe.data
-    if d.name == "chat":
-        return load_conversations(str(path), tokenizer, m.seq_length, m.vocab_size)
-    return load_corpus(d.name, path, m.vocab_size, d.text_key, tokenizer)
-
-
-def _description(part: Corpus | Conversations) -> str:
+def _describe_part(part: Corpus | Conversations) -> str:
     """Returns what a run prints about one part of its data."""
     # The description of token files already has the number of tokens.
     if isinstance(part, Corpus) and part.name == "tokens":
         return part.description
     return f"{part.description}, {amount(len(part.tokens))} tokens"
-
-
-def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples | None]:
-    """Splits a part of the data into training and validation samples.
-
-    If it is too small for a split and the run never validates, all samples are for training.
-    """
-    try:
-        return _split(recipe, whole)
-    except DataError:
-        if recipe.trainer.val_check_interval:
-            raise
-    return _samples(recipe, whole, recipe.data.eod_mask_loss), None
-
-
-def _split(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples]:
-    m, d = recipe.model, recipe.data
-    if isinstance(whole, Conversations):
-        return whole.split(d.validation_fraction)
-    train, held_out = (
-        _samples(recipe, part, d.eod_mask_loss)
-        for part in split(whole, d.validation_fraction, m.seq_length)
-    )
-    return train, held_out
-
-
-def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Samples:
-    """Returns conversations as they are, and a corpus as windows of seq_length tokens.
-
-    Args:
-        recipe: The recipe.
-        whole: A corpus, or conversations.
-        masked: Whether the first token after each end of document has no loss.
-    """
-    if isinstance(whole, Conversations):
-        return whole
-    m, corpus, eos = recipe.model, whole, whole.eos
-    return Windows(
-        corpus.tokens,
-        m.seq_length,
-        m.vocab_size,
-        eos if masked else None,
-        eos if recipe.data.resets else None,
-        corpus.documents,
-    )

@@ -46,13 +46,17 @@ class Fault:
     samples: Sequence[dict[str, Any]] = field(repr=False)
 
     @property
-    def first(self) -> BadTensor | None:
+    def first_bad(self) -> BadTensor | None:
         """The first tensor that is not finite. If all are finite, the first one out of range.
 
         Delayed scaling often clips tensors a little, so the first one far out of range counts.
         """
-        far = [each for each in self.out_of_range if (each.range_used or 0) >= WARNING_RATIO]
-        return next(iter([*self.not_finite, *far]), None)
+        if self.not_finite:
+            return self.not_finite[0]
+        for tensor in self.out_of_range:
+            if tensor.range_used is not None and tensor.range_used >= WARNING_RATIO:
+                return tensor
+        return None
 
     def lines(self) -> list[str]:
         """Returns the message: a line about the tensor, and one about the samples."""
@@ -60,6 +64,9 @@ class Fault:
 
     def data(self) -> dict[str, Any]:
         """Returns the contents of fault-step-N.json. Non-finite numbers are strings."""
+        first_bad = None
+        if self.first_bad is not None:
+            first_bad = _tensor_data(self.first_bad)
         data: dict[str, Any] = _to_json(
             {
                 "step": self.step,
@@ -70,7 +77,7 @@ class Fault:
                     "eager": True,
                     "step_was_compiled": self.compiled,
                 },
-                "first": None if self.first is None else _tensor_data(self.first),
+                "first": first_bad,
                 "not_finite": [_tensor_data(tensor) for tensor in self.not_finite],
                 "out_of_range": [_tensor_data(tensor) for tensor in self.out_of_range],
                 "bad_tensors": self.num_bad,
@@ -80,7 +87,7 @@ class Fault:
         return data
 
     def _tensor_line(self) -> str:
-        tensor = self.first
+        tensor = self.first_bad
         if tensor is None:
             hint = ""
             if self.compiled:
@@ -105,18 +112,20 @@ class Fault:
 
     def _samples_line(self) -> str:
         samples = self.samples
-        tensor = self.first
+        tensor = self.first_bad
         # A tensor out of range may be far from the samples that make a loss spike.
         if tensor is not None and tensor.microbatch and not tensor.is_finite:
-            here = tensor.rank, tensor.microbatch
-            samples = [each for each in samples if here in each["read_by"]] or samples
-        worst = sorted(samples, key=_badness, reverse=True)
+            reader = (tensor.rank, tensor.microbatch)
+            samples_of_reader = [sample for sample in samples if reader in sample["read_by"]]
+            samples = samples_of_reader or samples
+        worst = sorted(samples, key=_sort_value, reverse=True)
         # If all losses are bad in the same way, the order of the batch is the best one.
-        if _badness(worst[0]) == _badness(worst[-1]):
+        if _sort_value(worst[0]) == _sort_value(worst[-1]):
             worst = list(samples)
-        shown = "; ".join(_sample_text(each) for each in worst[:SHOWN_SAMPLES])
-        more = len(samples) - SHOWN_SAMPLES
-        return f"samples: {shown}" + (f"; {more} more" if more > 0 else "")
+        texts = [_sample_text(sample) for sample in worst[:SHOWN_SAMPLES]]
+        if len(samples) > SHOWN_SAMPLES:
+            texts.append(f"{len(samples) - SHOWN_SAMPLES} more")
+        return f"samples: {'; '.join(texts)}"
 
 
 def _scale_text(tensor: BadTensor, backend: str) -> str:
@@ -132,12 +141,14 @@ def _scale_text(tensor: BadTensor, backend: str) -> str:
     return f"scales {tensor.scale_min:.4g} to {tensor.scale_max:.4g} ({tensor.format})"
 
 
-def _badness(sample: dict[str, Any]) -> float:
+def _sort_value(sample: dict[str, Any]) -> float:
     """Sorts samples by loss. A loss that is not finite is the worst."""
     loss = sample["loss"]
     if loss is None:
         return 0.0
-    return loss if math.isfinite(loss) else math.inf
+    if not math.isfinite(loss):
+        return math.inf
+    return float(loss)
 
 
 def _sample_text(sample: dict[str, Any]) -> str:
@@ -146,8 +157,10 @@ def _sample_text(sample: dict[str, Any]) -> str:
     if "place" in sample:
         parts.append(printable(str(sample["place"])))
     elif "document" in sample:
-        part = f" of part {sample['part']}" if "part" in sample else ""
-        parts.append(f"document {sample['document']}{part}")
+        text = f"document {sample['document']}"
+        if "part" in sample:
+            text += f" of part {sample['part']}"
+        parts.append(text)
     for key, name in (("offset", "token"), ("token", "token")):
         if key in sample:
             parts.append(f"{name} {sample[key]}")
@@ -164,7 +177,7 @@ def _tensor_data(tensor: BadTensor) -> dict[str, Any]:
 def _to_json(value: Any) -> Any:
     """Replaces numbers that JSON does not have by strings, as in metrics.jsonl."""
     if isinstance(value, dict):
-        return {key: _to_json(each) for key, each in value.items()}
+        return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(each) for each in value]
+        return [_to_json(item) for item in value]
     return to_json_value(value)

@@ -78,7 +78,9 @@ def report_fault(
         Name of the file in the run folder. "" if there is none.
     """
     # Usually the weights are those before the step, as in the step itself.
-    remark = f" and the weights {weights}" if weights == "after the step" else ""
+    remark = ""
+    if weights == "after the step":
+        remark = f" and the weights {weights}"
     say(f"step {bad.step}: {bad.problem}; rerunning its batch with checks{remark}")
     try:
         fault = find_fault(job, batches, bad.step - 1, world, rng, bad.problem, weights)
@@ -141,7 +143,7 @@ def find_fault(
     ):
         job.optimizer.zero_grad()
         with checks.watching():
-            loss = _run(job, batches, step, world, checks)
+            loss = _run_step(job, batches, step, world, checks)
         sum_gradients(job.prepared, job.optimizer, world)
         checks.check_gradients(SUMMED)
         job.optimizer.zero_grad()
@@ -149,39 +151,47 @@ def find_fault(
         if not in_stages:
             sample_losses = _sample_losses(job, batches, step, world)
 
-    found = _exchange(checks, sample_losses, world)
-    tensors = [BadTensor(**fields) for rank in found for fields in rank["bad"]]
-    tensors.sort(key=_place_in_stages if in_stages else _place)
+    results = _exchange_results(checks, sample_losses, world)
+    tensors = [BadTensor(**fields) for result in results for fields in result["bad"]]
+    if in_stages:
+        tensors.sort(key=_place_in_stages)
+    else:
+        tensors.sort(key=_place_in_pass)
+    backend = ""
+    if job.choice.backend != REFERENCE:
+        backend = job.choice.backend
     return Fault(
-        step + 1,
-        problem,
-        weights,
-        loss,
-        job.compiled,
-        [tensor for tensor in tensors if not tensor.is_finite][:MAX_LISTED],
-        [tensor for tensor in tensors if tensor.is_finite][:MAX_LISTED],
-        sum(rank["num_bad"] for rank in found),
-        "" if job.choice.backend == REFERENCE else job.choice.backend,
-        _samples(job, batches, step, world, [rank["losses"] for rank in found]),
+        step=step + 1,
+        problem=problem,
+        weights=weights,
+        loss=loss,
+        compiled=job.compiled,
+        not_finite=[tensor for tensor in tensors if not tensor.is_finite][:MAX_LISTED],
+        out_of_range=[tensor for tensor in tensors if tensor.is_finite][:MAX_LISTED],
+        num_bad=sum(result["num_bad"] for result in results),
+        backend=backend,
+        samples=_describe_samples(
+            job, batches, step, world, [result["losses"] for result in results]
+        ),
     )
 
 
 @contextmanager
 def random_state(rng: RandomState) -> Iterator[None]:
     """Context manager that draws random numbers from `rng`, and restores the state before it."""
-    before = capture_rng()
+    outer_rng = capture_rng()
     restore_rng(*rng)
     try:
         yield
     finally:
-        restore_rng(*before)
+        restore_rng(*outer_rng)
 
 
 # ------------------------------------------------------------------------------------------------
 # Passes
 
 
-def _run(job: Job, batches: Batches, step: int, world: World, checks: ModuleChecks) -> float:
+def _run_step(job: Job, batches: Batches, step: int, world: World, checks: ModuleChecks) -> float:
     """Runs the forward and backward passes of a step. Returns its loss."""
     count = count_microbatches(job, world)
     microbatches, _ = load_microbatches(job, batches, step, world)
@@ -224,19 +234,19 @@ def _sample_losses(job: Job, batches: Batches, step: int, world: World) -> list[
 # Results of all ranks
 
 
-def _exchange(
+def _exchange_results(
     checks: ModuleChecks, sample_losses: list[float], world: World
 ) -> list[dict[str, Any]]:
     """Returns the bad tensors and the losses of all ranks."""
-    own = {
+    result = {
         "bad": [asdict(tensor) for tensor in checks.bad],
         "num_bad": checks.num_bad,
         "losses": sample_losses,
     }
-    return [json.loads(text) for text in world.texts(json.dumps(own))]
+    return [json.loads(text) for text in world.texts(json.dumps(result))]
 
 
-def _place(tensor: BadTensor) -> tuple[int, int, int]:
+def _place_in_pass(tensor: BadTensor) -> tuple[int, int, int]:
     """Sorts tensors by the time when their rank found them. Ranks run the same modules."""
     return (tensor.phase == SUMMED, tensor.order, tensor.rank)
 
@@ -254,32 +264,41 @@ def _place_in_stages(tensor: BadTensor) -> tuple[int, int, int, int]:
     return (tensor.phase, layer, tensor.order, tensor.rank)
 
 
-def _samples(
+def _describe_samples(
     job: Job, batches: Batches, step: int, world: World, losses: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    """Returns the origin of each sample of the batch, with its loss, rank and microbatch."""
-    samples: list[dict[str, Any]] = []
+    """Returns the origin of each sample of the batch, with its loss, rank and microbatch.
+
+    Args:
+        job: The job.
+        batches: Training data.
+        step: The step, counted from 0.
+        world: Ranks of the run.
+        losses: Losses of the samples of each rank, empty if they are unknown.
+    """
     origins = batches.origins(step)
     # Reads files, and only the first rank prints and writes.
     if world.first:
         _add_places(job.recipe, origins)
+    samples: list[dict[str, Any]] = []
     for origin in origins:
         samples.append({**origin, "loss": None, "read_by": []})
-    found: dict[int, list[float]] = defaultdict(list)
-    num_micro = count_microbatches(job, world)
+
+    num_microbatches = count_microbatches(job, world)
     strategy = job.recipe.trainer.strategy
+    losses_of_sample: dict[int, list[float]] = defaultdict(list)
     for rank in range(world.size):
-        share, shares = batch_share(strategy, rank, world.size)
-        size = len(samples) // shares
-        first = share * size
-        for i in range(size):
-            microbatch = i * num_micro // size + 1
-            samples[first + i]["read_by"].append((rank, microbatch))
-            if i < len(losses[rank]):
-                found[first + i].append(losses[rank][i])
-    for i, each in found.items():
+        share, num_shares = batch_share(strategy, rank, world.size)
+        share_size = len(samples) // num_shares
+        for index in range(share_size):
+            number = share * share_size + index
+            microbatch = index * num_microbatches // share_size + 1
+            samples[number]["read_by"].append((rank, microbatch))
+            if index < len(losses[rank]):
+                losses_of_sample[number].append(losses[rank][index])
+    for number, rank_losses in losses_of_sample.items():
         # Context-parallel ranks have the losses of parts of a sample.
-        samples[i]["loss"] = sum(each) / len(each)
+        samples[number]["loss"] = sum(rank_losses) / len(rank_losses)
     return samples
 
 
@@ -290,12 +309,15 @@ def _add_places(recipe: Recipe, origins: Sequence[Origin]) -> None:
     if data.mixture:
         paths = [str(part["path"]) for part in data.mixture]
     for part, path in enumerate(paths):
-        here = [each for each in origins if each.get("part", 0) == part and "document" in each]
-        numbers = {int(each["document"]) for each in here}
+        origins_of_part = []
+        for origin in origins:
+            if origin.get("part", 0) == part and "document" in origin:
+                origins_of_part.append(origin)
+        numbers = {int(origin["document"]) for origin in origins_of_part}
         try:
             places = document_places(data.name, path, data.text_key, numbers)
         except (DataError, OSError):
             continue  # the number of the document remains
-        for each in here:
-            if int(each["document"]) in places:
-                each["place"] = places[int(each["document"])]
+        for origin in origins_of_part:
+            if int(origin["document"]) in places:
+                origin["place"] = places[int(origin["document"])]

@@ -42,8 +42,8 @@ def find(job: Job, step: int = 0, world: World | None = None) -> Fault:
 
 def place(fault: Fault) -> tuple[str, str, str]:
     """Module, tensor and phase of the first bad tensor."""
-    assert fault.first is not None
-    return fault.first.module, fault.first.tensor, PHASES[fault.first.phase]
+    assert fault.first_bad is not None
+    return fault.first_bad.module, fault.first_bad.tensor, PHASES[fault.first_bad.phase]
 
 
 def plant_weight(job: Job, name: str, value: float = math.nan) -> None:
@@ -77,15 +77,18 @@ class Break(torch.autograd.Function):
 )
 def test_a_bad_weight_is_named(words: tuple[str, ...]) -> None:
     job = fp8cfg.build(small(*words, *WORDS))
-    assert find(job).first is None
+    assert find(job).first_bad is None
     plant_weight(job, FC1)
     fault = find(job)
     assert place(fault) == (FC1, "weight", "forward")
     # MXFP8 stores a NaN in the scale of its tile.
     count = 32 if job.recipe.fp8.scaling == "mxfp8" else 1
-    assert fault.first is not None and (fault.first.nan, fault.first.infinite) == (count, 0)
+    assert fault.first_bad is not None and (fault.first_bad.nan, fault.first_bad.infinite) == (
+        count,
+        0,
+    )
     has_fp8 = job.recipe.fp8.enabled
-    assert bool(fault.first.format) == has_fp8 and ("e4m3" in fault.lines()[0]) == has_fp8
+    assert bool(fault.first_bad.format) == has_fp8 and ("e4m3" in fault.lines()[0]) == has_fp8
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -109,7 +112,7 @@ def test_bad_activations_and_gradients_are_named(recompute: str) -> None:
     handle = weight.register_hook(lambda gradient: gradient * math.inf)
     assert place(find(job)) == ("layers.0.pre_mlp_layernorm", "weight_grad", "gradients")
     handle.remove()
-    assert find(job).first is None
+    assert find(job).first_bad is None
 
 
 def test_a_tensor_that_does_not_fit_its_scale_is_named() -> None:
@@ -122,7 +125,7 @@ def test_a_tensor_that_does_not_fit_its_scale_is_named() -> None:
     fault = find(job)
     hook.remove()
     assert not fault.not_finite and place(fault) == (FC1, "input", "forward")
-    first = fault.first
+    first = fault.first_bad
     assert first is not None and first.scale_max == layer.fp8_scale[INPUT].item()
     largest = seen[0].abs().max().item() * first.scale_max
     # E4M3 rounds values below 464 down to 448, its largest one.
@@ -134,7 +137,7 @@ def test_a_tensor_that_does_not_fit_its_scale_is_named() -> None:
 def test_masks_of_attention_are_not_bad() -> None:
     """They have -inf for tokens of other documents and outside of the window."""
     fault = find(fp8cfg.build(small("precision=bf16", "model.sliding_window=8", *PACKED, *WORDS)))
-    assert fault.first is None and fault.num_bad == 0
+    assert fault.first_bad is None and fault.num_bad == 0
     assert "the rerun found no bad tensor" in fault.lines()[0]
 
 
@@ -158,7 +161,7 @@ def test_the_job_stays_as_it_was(words: tuple[str, ...]) -> None:
         losses = [step.loss for step in steps(job, 2)]
         if reruns:
             fault = find(job, step=1)
-            assert fault.first is None or fault.first.is_finite
+            assert fault.first_bad is None or fault.first_bad.is_finite
         losses += [step.loss for step in steps(job, 2, first=2)]
         found.append(losses)
     assert found[0] == found[1]
@@ -362,9 +365,9 @@ def _on_rank(world: World) -> dict[str, Any]:
         state["broken"] = True
         fault = find(job, world=world)
         state["broken"] = False
-        assert clean.first is None
-        assert fault.first is not None
-        found[name] = [*place(fault), fault.first.rank, fault.first.microbatch, clean.loss]
+        assert clean.first_bad is None
+        assert fault.first_bad is not None
+        found[name] = [*place(fault), fault.first_bad.rank, fault.first_bad.microbatch, clean.loss]
     return found
 
 
