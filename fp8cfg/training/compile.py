@@ -25,7 +25,7 @@ from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.layer_plan import attention_flops
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
-from fp8cfg.training.step import check_pass, extra_pass
+from fp8cfg.training.step import extra_pass
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
@@ -64,9 +64,9 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
     Raises:
         NotFP8Error: The loss or a gradient exceeds its tolerance. All ranks raise it.
     """
-    loss, gradients = _pass(job, batches, step, world)
+    loss, gradients = _run_pass(job, batches, step, world)
     job.compile_model()
-    compiled_loss, compiled_gradients = _pass(job, batches, step, world)
+    compiled_loss, compiled_gradients = _run_pass(job, batches, step, world)
     name, error = _largest_difference(compiled_gradients, gradients)
     problem = ""
     # "not <=" instead of ">": a NaN must fail the check.
@@ -84,7 +84,9 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
     return error
 
 
-def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_pass(
+    job: Job, batches: Batches, step: int, world: World
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss and the gradients of the first microbatch on the CPU. Restores the job."""
     devices = [job.device] if job.device.type == "cuda" else []
     with extra_pass(job), torch.random.fork_rng(devices=devices), _low_loss_scale(job):
@@ -129,23 +131,28 @@ def _largest_difference(
     The error is infinite for NaN and for a gradient of only one of the passes. Gradients with an
     overflow in eager code are skipped.
     """
-    if names := compiled.keys() ^ eager.keys():
-        return min(names), math.inf
+    unmatched = compiled.keys() ^ eager.keys()
+    if unmatched:
+        return min(unmatched), math.inf
     norms = {name: gradient.float().norm().item() for name, gradient in eager.items()}
     floor = _LEAST * math.hypot(*(norm for norm in norms.values() if math.isfinite(norm)))
-    largest = "", 0.0
+    worst_name = ""
+    largest_error = 0.0
     for name, norm in norms.items():
         if not math.isfinite(norm):
             continue
         difference = (compiled[name].float() - eager[name].float()).norm().item()
         if difference == 0:
             continue
-        relative = difference / max(norm, floor) if max(norm, floor) else math.inf
+        relative = math.inf
+        if max(norm, floor) > 0:
+            relative = difference / max(norm, floor)
         if math.isnan(relative):
             relative = math.inf
-        if relative > largest[1]:
-            largest = name, relative
-    return largest
+        if relative > largest_error:
+            worst_name = name
+            largest_error = relative
+    return worst_name, largest_error
 
 
 WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
@@ -198,17 +205,18 @@ def compiles(
     per_token = attention_flops(recipe) + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     flops = per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps
-    return can_compile and _disabled() is None and flops >= WORTH_FLOPS[device]
+    return can_compile and _disabling_variable() is None and flops >= WORTH_FLOPS[device]
 
 
-def _disabled() -> str | None:
+def _disabling_variable() -> str | None:
     """Returns the environment variable that disables torch.compile, or None."""
     return next((name for name in _DISABLING if os.environ.get(name) == "1"), None)
 
 
 def _refuse_disabled() -> None:
     """Raises ConfigError if an environment variable disables torch.compile."""
-    if name := _disabled():
+    name = _disabling_variable()
+    if name is not None:
         raise ConfigError(
             f"{name}=1: this environment variable disables torch.compile; unset it, or set"
             " trainer.compile=off"

@@ -55,8 +55,9 @@ class LastStep:
         self._step = step
         # A resumed run repeats the step. Dropout must draw the same numbers again.
         self._rng[step] = capture_rng()
-        for old in [each for each in self._rng if each < self._recorded]:
-            del self._rng[old]
+        for old_step in list(self._rng):
+            if old_step < self._recorded:
+                del self._rng[old_step]
 
     def random_state(self, step: int) -> RandomState:
         """Returns the random state before a step, counted from 0: the last recorded or later."""
@@ -78,12 +79,12 @@ class LastStep:
         if not self._is_resumable(error) or not self._recorded:
             return
         # More calls than recorded steps: the optimizer step began, but did not end.
-        is_whole = self._job.steps_begun - self._steps_before == self._recorded
-        if not is_whole:
+        steps_begun = self._job.steps_begun - self._steps_before
+        if steps_begun != self._recorded:
             self._say("the error came from the optimizer step, so no checkpoint is saved")
             return
         try:
-            self._save(skipping)
+            self._save_checkpoint(skipping)
         except Exception as problem:
             self._say(f"step {self._recorded} could not be saved either: {printable(str(problem))}")
 
@@ -95,7 +96,7 @@ class LastStep:
         # Our other errors, such as Diverged or NotFP8Error, would only come again.
         return isinstance(error, ConfigError | DataError) or not isinstance(error, Fp8cfgError)
 
-    def _save(self, skipping: bool) -> None:
+    def _save_checkpoint(self, skipping: bool) -> None:
         self._world.apply_timeout("start", self._step + 1)
         rng = None
         # The error came in the middle of a step. RNG state and amaxes are of this unfinished step.

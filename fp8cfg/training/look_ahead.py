@@ -33,8 +33,9 @@ class LookAhead:
     def __init__(self, job: Job, batches: Batches, world: World, first: int, steps: int) -> None:
         self._batches = batches
         self._share = batch_share(job.recipe.trainer.strategy, world.rank, world.size)
-        # One rank can save after an error in its step, so it needs no look-ahead.
-        self._last = job.recipe.trainer.max_steps if world.size > 1 else 0
+        self._last = job.recipe.trainer.max_steps
+        if world.size == 1:
+            self._last = 0  # one rank can save after an error in its step
         self._steps = steps
         self.restart(first)
 

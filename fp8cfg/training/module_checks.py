@@ -124,10 +124,10 @@ class ModuleChecks:
         """Context manager for the passes to check."""
         handles = []
         for name, module in self._model.named_modules():
-            before = partial(self._before, name)
-            after = partial(self._after, name)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
+            pre_hook = partial(self._check_inputs, name)
+            hook = partial(self._check_outputs, name)
+            handles.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
         try:
             yield
         finally:
@@ -153,41 +153,49 @@ class ModuleChecks:
     # --------------------------------------------------------------------------------------------
     # Hooks
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
-        microbatch = self._microbatch(name)
+        microbatch = self._microbatch_of_call(name)
         inputs = _float_tensors((args, kwargs))
         if not _in_backward():
             for number, t in enumerate(inputs):
-                role = INPUT if number == 0 else None
-                tensor = _numbered("input", number)
+                role = None
+                if number == 0:
+                    role = INPUT  # a linear layer quantizes its first input only
+                tensor = _numbered_name("input", number)
                 self._check(name, tensor, FORWARD, microbatch, t, module, role)
             for leaf, value in _parameter_values(module):
-                role = WEIGHT if leaf == "weight" else None
+                role = None
+                if leaf == "weight":
+                    role = WEIGHT
                 self._check(name, leaf, FORWARD, microbatch, value, module, role)
         for number, t in enumerate(inputs):
             if t.requires_grad:
-                tensor = _numbered("grad_input", number)
-                t.register_hook(partial(self._gradient, name, tensor, microbatch, None))
+                tensor = _numbered_name("grad_input", number)
+                t.register_hook(partial(self._check_gradient, name, tensor, microbatch, None))
 
-    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _check_outputs(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         """Forward hook."""
-        microbatch = self._microbatch(name)
+        microbatch = self._microbatch_of_call(name)
         for number, t in enumerate(_float_tensors(output)):
             if not _in_backward():
-                tensor = _numbered("output", number)
+                tensor = _numbered_name("output", number)
                 self._check(name, tensor, FORWARD, microbatch, t)
             if t.requires_grad:
-                tensor = _numbered("grad_output", number)
-                t.register_hook(partial(self._gradient, name, tensor, microbatch, module))
+                tensor = _numbered_name("grad_output", number)
+                t.register_hook(partial(self._check_gradient, name, tensor, microbatch, module))
         if not _in_backward():
             self._calls[name] += 1
 
-    def _gradient(
+    def _check_gradient(
         self, name: str, tensor: str, microbatch: int, module: nn.Module | None, gradient: Tensor
     ) -> None:
         """Hook of the gradient of an input or output."""
-        role = None if module is None else GRAD_OUTPUT
+        role = None
+        if module is not None:
+            role = GRAD_OUTPUT
         count = len(self.bad)
         self._check(name, tensor, BACKWARD, microbatch, gradient, module, role)
         if len(self.bad) == count:
@@ -195,16 +203,16 @@ class ModuleChecks:
             return
         # The output of one module is the input of the next one. The hooks of both run one after the
         # other. The module that computed the gradient is the second one, in its backward pass.
-        key = gradient.data_ptr(), self._order
-        is_same = self._last_gradient == (key[0], key[1] - 1)
+        address = gradient.data_ptr()
+        is_same = self._last_gradient == (address, self._order - 1)
         if is_same and tensor.startswith("grad_input") and self.bad[-2].phase == BACKWARD:
             previous = self.bad.pop(-2)
             self.bad[-1] = replace(self.bad[-1], order=previous.order)
             self.num_bad -= 1
             self._listed[previous.is_finite] -= 1
-        self._last_gradient = key
+        self._last_gradient = (address, self._order)
 
-    def _microbatch(self, name: str) -> int:
+    def _microbatch_of_call(self, name: str) -> int:
         """Returns the microbatch of the current call of a module."""
         if not self._counts_calls:
             return self.microbatch
@@ -236,7 +244,7 @@ class ModuleChecks:
             role: Role of the tensor in an FP8 layer.
         """
         self._order += 1
-        values = _wide(local(t))
+        values = _reducible(local(t))
         amax = compute_amax_or_nan(values).item()
         layer = None
         if isinstance(module, FP8Linear) and module.region.applies():
@@ -247,7 +255,7 @@ class ModuleChecks:
             range_used = _range_used(layer, role, amax)
         if is_finite and (range_used is None or range_used <= 1):
             return
-        found = BadTensor(
+        bad_tensor = BadTensor(
             name,
             tensor,
             phase,
@@ -270,13 +278,13 @@ class ModuleChecks:
             if is_mask and not nan:
                 return
             largest = compute_amax_or_nan(values.where(finite, 0.0)).item()
-            found = replace(found, nan=nan, infinite=infinite, largest=largest)
+            bad_tensor = replace(bad_tensor, nan=nan, infinite=infinite, largest=largest)
         if layer is not None and role is not None:
-            found = _with_scale(found, layer, role, values)
+            bad_tensor = _with_scale(bad_tensor, layer, role, values)
         self.num_bad += 1
-        if self._listed[found.is_finite] < MAX_LISTED:
-            self._listed[found.is_finite] += 1
-            self.bad.append(found)
+        if self._listed[bad_tensor.is_finite] < MAX_LISTED:
+            self._listed[bad_tensor.is_finite] += 1
+            self.bad.append(bad_tensor)
 
 
 def _range_used(layer: FP8Linear, role: int, amax: float) -> float | None:
@@ -288,6 +296,8 @@ def _range_used(layer: FP8Linear, role: int, amax: float) -> float | None:
     if layer.fp8_scale is None or is_stored or not _is_quantized(layer, role):
         return None
     scale = layer.fp8_scale[role].item()
+    if scale == 0:
+        return None  # before the first update: the tensor's own amax scales it
     return amax * scale / layer.scaling.format_of(role).reach or None
 
 
@@ -299,8 +309,8 @@ def _is_quantized(layer: FP8Linear, role: int) -> bool:
     )
 
 
-def _with_scale(found: BadTensor, layer: FP8Linear, role: int, values: Tensor) -> BadTensor:
-    """Adds format and scale of a tensor. Returns `found` if no GEMM reads the tensor in FP8."""
+def _with_scale(tensor: BadTensor, layer: FP8Linear, role: int, values: Tensor) -> BadTensor:
+    """Adds format and scale of a tensor. Returns `tensor` if no GEMM reads the tensor in FP8."""
     stored = layer.weight_storage
     if role == WEIGHT and isinstance(stored, FP8Weight):
         # The scale that the weight was stored with. The scale of the next step may differ.
@@ -308,16 +318,16 @@ def _with_scale(found: BadTensor, layer: FP8Linear, role: int, values: Tensor) -
         scales = scales[scales.isfinite()]  # MXFP8 and NVFP4 have NaN scales for tiles with NaN
         name = layer.scaling.format_of(role).name
         if not scales.numel():
-            return replace(found, format=name)
+            return replace(tensor, format=name)
         scale_min, scale_max = scales.min().item(), scales.max().item()
-        return replace(found, format=name, scale_min=scale_min, scale_max=scale_max)
-    statistics = measure_tensor(found.module, layer, role, values)
+        return replace(tensor, format=name, scale_min=scale_min, scale_max=scale_max)
+    statistics = measure_tensor(tensor.module, layer, role, values)
     if statistics is None:
-        return found
+        return tensor
     smallest, largest = statistics.scale_min, statistics.scale_max
     if smallest is None or largest is None or not math.isfinite(smallest + largest):
-        return replace(found, format=statistics.format)
-    return replace(found, format=statistics.format, scale_min=smallest, scale_max=largest)
+        return replace(tensor, format=statistics.format)
+    return replace(tensor, format=statistics.format, scale_min=smallest, scale_max=largest)
 
 
 def _in_backward() -> bool:
@@ -330,9 +340,11 @@ def _float_tensors(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _numbered(name: str, number: int) -> str:
+def _numbered_name(name: str, number: int) -> str:
     """Returns "input", "input 2", "input 3", ..."""
-    return name if number == 0 else f"{name} {number + 1}"
+    if number == 0:
+        return name
+    return f"{name} {number + 1}"
 
 
 def _parameter_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -346,6 +358,8 @@ def _parameter_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
-def _wide(t: Tensor) -> Tensor:
+def _reducible(t: Tensor) -> Tensor:
     """Returns an ordinary tensor that torch can reduce. float8 becomes float32."""
-    return t.float() if t.dtype.itemsize == 1 else t
+    if t.dtype.itemsize == 1:
+        return t.float()
+    return t

@@ -220,9 +220,9 @@ def reduce_overflow_over_stages(overflow: Overflow | None, stages: World) -> Ove
     overflows = [Overflow(*fields) for fields in texts if fields]
     if not overflows:
         return None
-    worst = max(overflows, key=lambda each: each.largest)
-    num_clipped = sum(each.clipped for each in overflows)
-    num_infinite = sum(each.infinite for each in overflows)
+    worst = max(overflows, key=lambda overflow: overflow.largest)
+    num_clipped = sum(overflow.clipped for overflow in overflows)
+    num_infinite = sum(overflow.infinite for overflow in overflows)
     return Overflow(num_clipped, num_infinite, worst.largest, worst.tensor)
 
 

@@ -94,7 +94,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self.max_steps = recipe.trainer.max_steps
-        self._every = recipe.log.every_n_steps
+        self._interval = recipe.log.every_n_steps
         self._say = say
         self._peak = peak
         self._losses = Sparkline()
@@ -106,8 +106,9 @@ class Progress:
             self.kind = "off"
         if self.kind in ("auto", "bar"):
             console = console or Console()
-            can_draw = can_draw and console.is_terminal and not console.is_dumb_terminal
-            self.kind = "bar" if can_draw else "plain"
+            self.kind = "plain"
+            if can_draw and console.is_terminal and not console.is_dumb_terminal:
+                self.kind = "bar"
         self._console = console
         self._live: Live | None = None
 
@@ -124,12 +125,12 @@ class Progress:
         self._losses.add(row["loss"])
         self._speed.add(step, row.get("time", time.time()))
         if self._live:
-            self._live.update(self._draw())
-        is_printed = step % self._every == 0 or step == self.max_steps
+            self._live.update(self._draw_live())
+        is_printed = step % self._interval == 0 or step == self.max_steps
         if self.kind == "json" and is_printed:
             self._print_json({"step": step, "max_steps": self.max_steps} | dict(row))
         elif is_printed:
-            self._say(self._line())
+            self._say(self._format_line())
 
     def replay(self, rows: Sequence[Row]) -> None:
         """Shows the last of earlier steps, for a display that starts in the middle of a run.
@@ -169,16 +170,16 @@ class Progress:
         line = json.dumps({name: to_json_value(value) for name, value in values.items()})
         print(line, flush=True)
 
-    def _line(self) -> str:
-        """The line of a step without a terminal."""
+    def _format_line(self) -> str:
+        """Returns the line of a step for an output without a live display."""
         row = self._row
         text = f"step {row['step']}/{self.max_steps}  loss {row['loss']:.4f}  lr {row['lr']:.3g}"
         if "tokens_per_second" in row:
             text += f"  {row['tokens_per_second']:,.0f} tokens/s"
-        return f"{text}  ETA {self._speed.remaining(self.max_steps)}"
+        return f"{text}  ETA {self._speed.remaining_time(self.max_steps)}"
 
-    def _draw(self) -> Group:
-        """The live lines: a bar, and the metrics of the last step."""
+    def _draw_live(self) -> Group:
+        """Returns the live lines: a bar, and the metrics of the last step."""
         step = self._row["step"]
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
@@ -187,13 +188,13 @@ class Progress:
         bar.add_row(
             Text(f"step {step}/{self.max_steps}", style="bold"),
             ProgressBar(total=self.max_steps, completed=step),
-            f"{step / self.max_steps:.0%}  {self._speed.remaining(self.max_steps)} left",
+            f"{step / self.max_steps:.0%}  {self._speed.remaining_time(self.max_steps)} left",
         )
         assert self._console
-        return Group(bar, *pack(self._parts(), self._console.width))
+        return Group(bar, *pack_lines(self._metric_texts(), self._console.width))
 
-    def _parts(self) -> list[str]:
-        """Texts for the metrics of the last step."""
+    def _metric_texts(self) -> list[str]:
+        """Returns texts for the metrics of the last step."""
         row = self._row
         parts = [f"loss {row['loss']:.4f} {self._losses}".rstrip()]
         if self._val_loss is not None:
@@ -260,21 +261,23 @@ class _StepTimes:
         """Adds the end of a step, in seconds since any moment."""
         self._ends.append((step, seconds))
 
-    def remaining(self, max_steps: int) -> str:
+    def remaining_time(self, max_steps: int) -> str:
         """Returns the remaining time as h:mm:ss."""
-        first_step, began = self._ends[0]
-        step, now = self._ends[-1]
+        first_step, start_time = self._ends[0]
+        step, end_time = self._ends[-1]
         if step <= first_step:
             return "-:--:--"
-        seconds = round((max_steps - step) * (now - began) / (step - first_step))
+        seconds = round((max_steps - step) * (end_time - start_time) / (step - first_step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def pack(parts: list[str], width: int) -> list[Text]:
+def pack_lines(parts: list[str], width: int) -> list[Text]:
     """Puts texts into as few lines as possible, without a break in any of them."""
     lines = [""]
     for part in parts:
-        joined = f"{lines[-1]}  {part}" if lines[-1] else part
+        joined = part
+        if lines[-1]:
+            joined = f"{lines[-1]}  {part}"
         if len(joined) <= width:
             lines[-1] = joined
         else:

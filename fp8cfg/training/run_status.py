@@ -40,7 +40,10 @@ class RunStatus:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._write(end_state(error), _describe(error) if error else "")
+        message = ""
+        if error is not None:
+            message = _describe_error(error)
+        self._write(end_state(error), message)
 
     def _write(self, state: State, message: str) -> None:
         if self._run is None:
@@ -54,7 +57,9 @@ def end_state(error: BaseException | None) -> State:
     """Returns the state of a run that `error` has ended. None is the normal end."""
     if error is None:
         return "done"
-    code = error.exit_code if isinstance(error, Fp8cfgError) else None
+    code = None
+    if isinstance(error, Fp8cfgError):
+        code = error.exit_code
     if code == REQUEUE or isinstance(error, KeyboardInterrupt):
         return "stopped"
     if code == Diverged.exit_code:
@@ -62,7 +67,7 @@ def end_state(error: BaseException | None) -> State:
     return "crashed"
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Returns the message of `error`."""
     if isinstance(error, Fp8cfgError):
         return str(error)

@@ -62,7 +62,9 @@ class StopSignals:
     def stop_requested(self) -> bool:
         """Whether to stop now: this process got a signal, or with `agree` any rank got one."""
         is_received = self.received is not None
-        return self._agree(is_received) if self._agree else is_received
+        if self._agree is None:
+            return is_received
+        return self._agree(is_received)
 
     def __enter__(self) -> StopSignals:
         for number in self._signals:
@@ -79,8 +81,10 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
-            # None: the handler was not installed from Python and cannot be put back from it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if handler is None:
+                # It was not installed from Python and cannot be put back from it.
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
         self._former = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +92,7 @@ class StopSignals:
         if self.received is not None:
             if own_process:
                 os._exit(128 + number)
-            former = self._outermost(number)
+            former = self._outermost_handler(number)
             if former is signal.SIG_IGN:
                 return
             # The default handler, or one from outside Python. KeyboardInterrupt unwinds the run and
@@ -107,11 +111,14 @@ class StopSignals:
                 " saving\n".encode(),
             )
 
-    def _outermost(self, number: int) -> Any:
+    def _outermost_handler(self, number: int) -> Any:
         """Returns the handler of the process from before all entered instances."""
         handler = self._former.get(signal.Signals(number))
-        entered = getattr(handler, "__self__", None)
-        return entered._outermost(number) if isinstance(entered, StopSignals) else handler
+        # The handler of an outer instance is a bound method of it.
+        outer = getattr(handler, "__self__", None)
+        if isinstance(outer, StopSignals):
+            return outer._outermost_handler(number)
+        return handler
 
 
 @contextmanager
@@ -161,7 +168,9 @@ def _stop_signals(number: int) -> StopSignals | None:
     """Returns the StopSignals instance with the handler of signal `number`, or None."""
     # The handler is a bound method, so `__self__` is its instance.
     owner = getattr(signal.getsignal(number), "__self__", None)
-    return owner if isinstance(owner, StopSignals) else None
+    if isinstance(owner, StopSignals):
+        return owner
+    return None
 
 
 @contextmanager
@@ -229,5 +238,8 @@ def _end_at_start(number: signal.Signals) -> None:
         line = f"{number.name}: stopped while waiting for the other ranks, nothing was trained\n"
         os.write(2, line.encode())
         sys.stdout.flush()
+    code = REQUEUE
+    if number is signal.SIGINT:
+        code = 128 + number
     # os._exit: sys.exit in this thread would not end the blocked main thread.
-    os._exit(128 + number if number is signal.SIGINT else REQUEUE)
+    os._exit(code)

@@ -125,10 +125,10 @@ class StepReport:
             RunFolderError: The run folder was deleted.
         """
         if not self.is_proved:
-            self._prove()
+            self._check_coverage()
         if bad_step is None:
             self.loss = result.loss
-        values = self._values(result, overflow, seconds)
+        values = self._metric_values(result, overflow, seconds)
         if bad_step is not None:
             values["bad_step"] = bad_step
         if overflow is not None:
@@ -152,7 +152,7 @@ class StepReport:
         tokens = bad.step * self._tokens_per_step()
         self._logs.write(bad.step, {**bad.values(), "tokens": tokens, "time": time.time()})
 
-    def _values(
+    def _metric_values(
         self, result: StepResult, overflow: Overflow | None, seconds: float
     ) -> dict[str, Value]:
         """Returns the metrics of a step for metrics.jsonl."""
@@ -170,7 +170,9 @@ class StepReport:
         if self._job.loss_scaler is not None:
             # The scaler was updated by this step, so this is the scale of the next one.
             values["loss_scale"] = self._job.loss_scaler.scale
-        num_values = result.metrics["values"].tolist() if "values" in result.metrics else []
+        num_values: list[float] = []
+        if "values" in result.metrics:
+            num_values = result.metrics["values"].tolist()
         values |= overflow_values(overflow, num_values)
         if self._world.size > 1:
             values["sent_bytes"] = result.sent_bytes
@@ -180,16 +182,16 @@ class StepReport:
         """Returns the tokens of the global batch."""
         return self._job.recipe.trainer.global_batch_size * self._job.recipe.model.seq_length
 
-    def _prove(self) -> None:
+    def _check_coverage(self) -> None:
         """Compares the GEMMs of the first step with the plan, and writes coverage.json."""
         self.is_proved = True
         # With pipeline stages a collective: all ranks must call `prove`.
         coverage = self._job.prove()
         if self._job.recipe.fp8.enabled:
-            self._say(self._describe(coverage))
+            self._say(self._describe_coverage(coverage))
+            warning = coverage.low_share_warning
             # A custom model prints this warning itself, in its first optimizer step.
-            warning = "" if self._job.foreign else coverage.low_share_warning
-            if warning:
+            if warning and not self._job.foreign:
                 self._say(wrapped(f"warning: {warning}"))
         # Another collective, so it comes before the test for a run folder.
         record = coverage_record(self._job, coverage)
@@ -197,7 +199,7 @@ class StepReport:
             self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
             self._logs.loggers.save(COVERAGE)
 
-    def _describe(self, coverage: Coverage) -> str:
+    def _describe_coverage(self, coverage: Coverage) -> str:
         """Returns the observed coverage: a line if it is as planned, otherwise the table."""
         product = _PRODUCT_NAMES[self._job.choice.product]
         is_as_planned = coverage.runs_as(self._job.plan)
@@ -232,7 +234,7 @@ def attention_kernels(job: Job) -> dict[str, str]:
     if job.foreign:
         return {}
     recipe = job.recipe
-    of_stage = sdpa_backends(
+    kernels_of_stage = sdpa_backends(
         job.model,
         recipe.trainer.micro_batch_size,
         recipe.model.seq_length,
@@ -240,7 +242,7 @@ def attention_kernels(job: Job) -> dict[str, str]:
         recipe.data.reset_attention_mask,
     )
     kernels: dict[str, str] = {}
-    for text in pipeline_world(job.prepared).texts(json.dumps(of_stage)):
+    for text in pipeline_world(job.prepared).texts(json.dumps(kernels_of_stage)):
         kernels |= json.loads(text)
     return kernels
 
@@ -254,5 +256,6 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts KiB, macOS bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak  # macOS counts bytes, Linux KiB
+    return peak * 1024

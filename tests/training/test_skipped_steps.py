@@ -119,7 +119,7 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
         return SimpleNamespace(wait=lambda: StepResult(loss, 0.1, norm, stepped, step + 1))
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(loop.StepReport, "_prove", lambda _: None)
+    monkeypatch.setattr(loop.StepReport, "_check_coverage", lambda _: None)
     recipe, last_loss = small("precision=fp16", "trainer.val_check_interval=0"), math.nan
     with pytest.raises(
         loop.Diverged,

@@ -49,9 +49,9 @@ class Logger:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `RunLogger`."""
-        now = round(time.time() * 1000)
+        milliseconds = round(time.time() * 1000)
         for name, value in values.items():
-            self._waiting.append(self._metric(name, value, now, step))
+            self._waiting.append(self._metric(name, value, milliseconds, step))
         if time.monotonic() - self._written >= WRITE_SECONDS:
             self._write_waiting()
 

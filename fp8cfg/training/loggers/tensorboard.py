@@ -22,7 +22,9 @@ class Logger:
         # Not through a link that somebody put into the run folder.
         folder = RunFiles.at(run.folder).folder(TENSORBOARD, make=True).path
         # Hides events of the steps that a resumed run repeats.
-        purge_step = run.first_step + 1 if run.first_step else None
+        purge_step = None
+        if run.first_step > 0:
+            purge_step = run.first_step + 1
         self.run_id = run.name
         self.location = f"tensorboard --logdir {folder}"
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)

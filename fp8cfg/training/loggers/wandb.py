@@ -21,21 +21,26 @@ class Logger:
         import wandb
 
         self._wandb = wandb
+        folder = None
+        if not os.environ.get("WANDB_DIR"):
+            folder = str(run.folder)
         self._run = wandb.init(
             project=run.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             name=run.name,
             id=run.run_id,
             resume="allow" if run.run_id else None,
             config=run.config,
-            dir=None if os.environ.get("WANDB_DIR") else str(run.folder),
+            dir=folder,
             # A W&B run of the caller, as in a notebook, stays open.
             reinit="create_new",
             settings=wandb.Settings(console="off", silent=True),
             allow_val_change=True,
         )
         self.run_id = self._run.id
-        url = None if self._run.offline else self._run.url
-        self.location = url or f"wandb sync {self._run.settings.sync_dir}"
+        if self._run.offline or not self._run.url:
+            self.location = f"wandb sync {self._run.settings.sync_dir}"
+        else:
+            self.location = self._run.url
         # Not W&B's own step: it must increase, and W&B drops rows of earlier steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -56,4 +61,7 @@ class Logger:
         if state == "stopped":
             # W&B shows the run as preempted, not as failed.
             self._run.mark_preempting()
-        self._run.finish(exit_code=0 if state == "done" else 1)
+        exit_code = 1
+        if state == "done":
+            exit_code = 0
+        self._run.finish(exit_code=exit_code)
