@@ -25,7 +25,7 @@ from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.layer_plan import attention_flops
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
-from fp8cfg.training.step import extra_pass
+from fp8cfg.training.step import check_pass, extra_pass
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job
