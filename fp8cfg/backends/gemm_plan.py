@@ -17,7 +17,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
 """GEMMs of attention by result: P = Q Kᵀ and O = S V, then four in the backward pass
 (numerics/fp8_attention.py)."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
 Kinds = tuple[str, str] | tuple[()] | None
 """Formats of the two operands of a GEMM.
@@ -27,10 +27,6 @@ HIGH_PRECISION that it ran in high precision in training.
 """
 HIGH_PRECISION: tuple[()] = ()
 OWN_FORWARD = "has its own forward"
-_NAME_IT = (
-    "write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear whose"
-    " forward only casts input and weight"
-)
 Misfit = Callable[[FP8, int, int], str]
 """Returns why a layer of these sizes stays in high precision, or "" (`Rules.misfit`)."""
 Numbering = Callable[[str], tuple[int, int] | None]
@@ -76,7 +72,7 @@ class PlannedLinear:
     @property
     def fp8_share(self) -> float:
         """Share of the layer's FLOPs in FP8. All its GEMMs have equal FLOPs."""
-        return sum(map(bool, self.gemms)) / self.count
+        return sum(1 for kinds in self.gemms if kinds) / self.count
 
     @property
     def count(self) -> int:
@@ -113,7 +109,8 @@ class PlannedAttention:
     @property
     def fp8_share(self) -> float:
         """Share of the FLOPs in FP8. The six GEMMs have equal FLOPs."""
-        return sum(map(bool, self.gemms)) / (len(self.gemms) - len(self.left_out))
+        num_fp8 = sum(1 for kinds in self.gemms if kinds)
+        return num_fp8 / (len(self.gemms) - len(self.left_out))
 
 
 @dataclass(frozen=True)
@@ -135,27 +132,29 @@ class Unwatched:
 
 def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
     """Returns the plan of the attention of every Transformer layer."""
-    forward, backward, _ = formats(fp8)
-    asked = fp8.enabled and fp8.dot_product_attention
-    reasons = [
-        _reason_at_ends(n, fp8, num_layers) if asked else "scaled dot product"
-        for n in range(num_layers)
-    ]
-    gemms = (forward,) * 2 + (backward,) * 4
-    return [
-        PlannedAttention(
-            f"layers.{n}.self_attention.core_attention", (None,) * 6 if reason else gemms, reason
+    forward, backward, _ = gemm_formats(fp8)
+    fp8_kinds = (forward, forward, backward, backward, backward, backward)
+    high_precision = (None,) * len(ATTENTION_GEMMS)
+    is_fp8 = fp8.enabled and fp8.dot_product_attention
+    plans = []
+    for layer in range(num_layers):
+        reason = _reason_at_ends(layer, fp8, num_layers) if is_fp8 else "scaled dot product"
+        plans.append(
+            PlannedAttention(
+                name=f"layers.{layer}.self_attention.core_attention",
+                gemms=high_precision if reason else fp8_kinds,
+                reason=reason,
+            )
         )
-        for n, reason in enumerate(reasons)
-    ]
+    return plans
 
 
-def layers(num_layers: int) -> Numbering:
+def layer_numbering(num_layers: int) -> Numbering:
     """Returns the numbering of a model whose Transformer layers are named `layers.N`."""
 
     def number(name: str) -> tuple[int, int] | None:
-        found = _LAYER.search(name)
-        return (int(found[1]), num_layers) if found else None
+        match = _LAYER_NUMBER.search(name)
+        return (int(match[1]), num_layers) if match else None
 
     return number
 
@@ -191,44 +190,55 @@ def plan_linears(
             and no layer would run in FP8.
     """
     shapes = list(shapes)
+    high_precision = (None, None, None)
     if not fp8.enabled:
-        return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
-    refuse_if(_unmatched(fp8, [s[0] for s in shapes], norms))
-    fp8_gemms, override_reason = _products(fp8)
-    why_not = [
-        (irreplaceable or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes
-    ]
-    plans = [
-        PlannedLinear(
-            *s,
-            gemms=(None, None, None) if reason else fp8_gemms,
-            reason=reason or override_reason,
-            output=s[0] in output,
+        return [
+            PlannedLinear(*shape, gemms=high_precision, reason="FP8 is off") for shape in shapes
+        ]
+    names = [name for name, _, _ in shapes]
+    refuse_if(_unmatched_patterns(fp8, names, norms))
+    fp8_gemms, override_reason = _fp8_gemms(fp8)
+    plans = []
+    for shape in shapes:
+        name, _, _ = shape
+        reason = (irreplaceable or {}).get(name) or _high_precision_reason(
+            shape, fp8, number, misfit, output
         )
-        for s, reason in zip(shapes, why_not, strict=True)
-    ]
-    if not any(p.fp8 for p in plans):
+        plans.append(
+            PlannedLinear(
+                *shape,
+                gemms=high_precision if reason else fp8_gemms,
+                reason=reason or override_reason,
+                output=name in output,
+            )
+        )
+    if not any(planned.fp8 for planned in plans):
         refuse_if(_all_excluded(fp8, plans))
-        why = "; ".join(
-            [*(sorted({p.reason for p in plans}) or ["the model has none"]), *other_matmuls]
-        )
-        cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
-        raise ConfigError(
-            [
-                Violation(
-                    "fp8.enabled=true",
-                    f"none of {len(plans)} linear layers would run in FP8 ({why}){cure}",
-                )
-            ]
-        )
-    refuse_if(_without_effect(fp8, plans, output))
+        raise ConfigError([_no_fp8_layer(plans, other_matmuls)])
+    refuse_if(_keys_without_effect(fp8, plans, output))
     return plans
+
+
+def _no_fp8_layer(plans: Sequence[PlannedLinear], other_matmuls: Sequence[str]) -> Violation:
+    """Returns the violation for a model without a layer in FP8, with every reason."""
+    reasons = sorted({planned.reason for planned in plans}) or ["the model has none"]
+    advice = ""
+    if any(planned.reason.endswith(OWN_FORWARD) for planned in plans):
+        advice = (
+            "; write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear"
+            " whose forward only casts input and weight"
+        )
+    return Violation(
+        "fp8.enabled=true",
+        f"none of {len(plans)} linear layers would run in FP8"
+        f" ({'; '.join([*reasons, *other_matmuls])}){advice}",
+    )
 
 
 def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
     """Returns a violation if fp8.exclude keeps every layer out of FP8."""
     # The output layer stays in high precision by default, so it does not count.
-    reasons = {p.reason for p in plans} - {_NO_OUTPUT}
+    reasons = {planned.reason for planned in plans} - {_NO_OUTPUT}
     if not reasons or not all(reason.startswith(_EXCLUDED) for reason in reasons):
         return []
     return [
@@ -240,22 +250,26 @@ def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
     ]
 
 
-def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
+def gemm_formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
     """Returns the operand formats of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
     forward, gradient = SCALINGS[fp8.scaling].operands(fp8.format)
     return (forward, forward), (gradient, forward), (gradient, forward)
 
 
-def _products(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
-    """Returns the formats of the three GEMMs under fp8.override_linear_precision, and a reason."""
-    kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
-    fprop, dgrad, wgrad = (
-        None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)
-    )
-    return (fprop, dgrad, wgrad), f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
+def _fp8_gemms(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
+    """Returns the formats of the three GEMMs of an FP8 layer.
+
+    fp8.override_linear_precision may keep some GEMMs in high precision. The text is the reason.
+    """
+    kinds: dict[str, Kinds] = dict(zip(GEMMS, gemm_formats(fp8), strict=True))
+    kept = [gemm for gemm in GEMMS if getattr(fp8.override_linear_precision, gemm)]
+    for gemm in kept:
+        kinds[gemm] = None
+    reason = f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
+    return (kinds["fprop"], kinds["dgrad"], kinds["wgrad"]), reason
 
 
-def _excluded(
+def _high_precision_reason(
     shape: tuple[str, int, int],
     fp8: FP8,
     number: Numbering,
@@ -268,12 +282,16 @@ def _excluded(
         return f"{in_features} x {out_features}: nothing to multiply"
     if name in output and not fp8.output_layer:
         return _NO_OUTPUT
-    if (layer := number(name)) and (reason := _reason_at_ends(layer[0], fp8, layer[1])):
-        return reason
+    position = number(name)
+    if position is not None:
+        layer, num_layers = position
+        reason = _reason_at_ends(layer, fp8, num_layers)
+        if reason:
+            return reason
     for pattern in fp8.exclude:
         if fnmatchcase(name, pattern):
             return f"{_EXCLUDED} {pattern}"
-    if fp8.include and not any(fnmatchcase(name, p) for p in fp8.include):
+    if fp8.include and not any(fnmatchcase(name, pattern) for pattern in fp8.include):
         return "not in fp8.include"
     return misfit(fp8, in_features, out_features)
 
@@ -287,7 +305,7 @@ def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
     return ""
 
 
-def differences(
+def plan_differences(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
     """Returns a line for each GEMM with other formats than planned.
@@ -298,16 +316,20 @@ def differences(
     """
     lines = []
     for planned in plan:
-        for gemm, want in planned.products.items():
-            got = seen.get(planned.name, {}).get(gemm)
-            if gemm in planned.left_out and got is not None:
+        observed = seen.get(planned.name, {})
+        for gemm, planned_kinds in planned.products.items():
+            kinds = observed.get(gemm)
+            if gemm in planned.left_out and kinds is not None:
                 lines.append(
                     f"{planned.name} {gemm}: planned not to run, its weight is frozen; ran"
-                    f" {_shown(got)}"
+                    f" {_kinds_text(kinds)}"
                 )
             # () and None both mean that the GEMM has no FP8 operands.
-            elif (want or None) != (got or None):
-                lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
+            elif (planned_kinds or None) != (kinds or None):
+                lines.append(
+                    f"{planned.name} {gemm}: planned {_kinds_text(planned_kinds)}, ran"
+                    f" {_kinds_text(kinds)}"
+                )
     return lines
 
 
@@ -319,23 +341,29 @@ def not_engaged(
     A missing GEMM is no difference if other GEMMs ran. A custom model may skip layers in a step,
     and autograd may not need a gradient.
     """
-    asked = not plan or any(p.fp8_share for p in plan)
-    if asked and not any(any(gemms.values()) for gemms in seen.values()):
+    expects_fp8 = not plan or any(planned.fp8_share for planned in plan)
+    if expects_fp8 and not any(any(gemms.values()) for gemms in seen.values()):
         return ["no layer ran in FP8; run the forward pass inside autocast()"]
-    lines, rest = [], {}
-    for p in plan:
-        ran = seen.get(p.name, {})
+    lines = []
+    effective: dict[str, dict[str, Kinds]] = {}
+    for planned in plan:
+        observed = seen.get(planned.name, {})
         # A GEMM that did not run, or ran in high precision, counts as planned here. The second case
         # has its own line.
-        rest[p.name] = {g: ran.get(g) or want for g, want in p.products.items()}
-        if outside := [
-            g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION
-        ]:
+        effective[planned.name] = {
+            gemm: observed.get(gemm) or kinds for gemm, kinds in planned.products.items()
+        }
+        outside = [
+            gemm
+            for gemm, kinds in planned.products.items()
+            if kinds and observed.get(gemm) == HIGH_PRECISION
+        ]
+        if outside:
             lines.append(
-                f"{p.name} ({', '.join(outside)}): planned in FP8, ran in high precision, outside"
-                " of the autocast context"
+                f"{planned.name} ({', '.join(outside)}): planned in FP8, ran in high precision,"
+                " outside of the autocast context"
             )
-    return lines + differences(plan, rest)
+    return lines + plan_differences(plan, effective)
 
 
 def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) -> tuple[str, ...]:
@@ -347,53 +375,62 @@ def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) 
         trained: Whether any layer of the model ran a backward GEMM. Then a missing one was not
             needed: its input and weight need no gradient, or the loss does not depend on them.
     """
-    needless = {"wgrad"} if is_frozen else set()
+    unneeded = set()
+    if is_frozen:
+        unneeded.add("wgrad")
     if trained and ran.get("fprop") is not None:
-        needless |= {"dgrad", "wgrad"}
-    return tuple(gemm for gemm in GEMMS if gemm in needless and ran.get(gemm) is None)
+        unneeded |= {"dgrad", "wgrad"}
+    return tuple(gemm for gemm in GEMMS if gemm in unneeded and ran.get(gemm) is None)
 
 
 def has_trained(seen: Mapping[str, Mapping[str, Kinds]]) -> bool:
     """Whether any layer ran a backward GEMM."""
-    return any(ran.get(gemm) is not None for ran in seen.values() for gemm in ("dgrad", "wgrad"))
+    for observed in seen.values():
+        if observed.get("dgrad") is not None or observed.get("wgrad") is not None:
+            return True
+    return False
 
 
-def _shown(kinds: Kinds) -> str:
+def _kinds_text(kinds: Kinds) -> str:
     """Formats the operand kinds of a GEMM for messages."""
     return " x ".join(kinds) if kinds else "high precision"
 
 
-def _without_effect(
+def _keys_without_effect(
     fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]
 ) -> list[Violation]:
     """Returns a violation for each key that selects layers for FP8 without effect."""
-    asked = {
-        f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)]
-        for pattern in fp8.include
-    }
+    selected = {}
+    for pattern in fp8.include:
+        selected[f"fp8.include={pattern}"] = [
+            planned for planned in plans if fnmatchcase(planned.name, pattern)
+        ]
     if fp8.output_layer:
-        asked["fp8.output_layer=true"] = [p for p in plans if p.name in output]
-    return [
-        Violation(key, f"has no effect, its layers stay in high precision ({found[0].reason})")
-        for key, found in asked.items()
-        if found and not any(p.fp8 for p in found)
-    ]
+        selected["fp8.output_layer=true"] = [planned for planned in plans if planned.name in output]
+    violations = []
+    for key, layers in selected.items():
+        if layers and not any(planned.fp8 for planned in layers):
+            problem = f"has no effect, its layers stay in high precision ({layers[0].reason})"
+            violations.append(Violation(key, problem))
+    return violations
 
 
-def excluded(name: str, fp8: FP8) -> bool:
+def is_excluded(name: str, fp8: FP8) -> bool:
     """Whether a pattern of fp8.exclude matches the layer or norm `name`."""
     return any(fnmatchcase(name, pattern) for pattern in fp8.exclude)
 
 
-def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[Violation]:
+def _unmatched_patterns(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[Violation]:
     """Returns a violation for each pattern of fp8.include and fp8.exclude without a match."""
-    found = []
-    beside = {"include": (), "exclude": tuple(norms)}
-    for key, more in beside.items():
+    # Only fp8.exclude applies to norms.
+    matchable = {"include": names, "exclude": [*names, *norms]}
+    violations = []
+    for key, candidates in matchable.items():
         for pattern in getattr(fp8, key):
-            if not any(fnmatchcase(n, pattern) for n in (*names, *more)):
-                # Layer numbers become * in suggestions, as users write such patterns.
-                generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
-                hint = suggest(pattern, generic)
-                found.append(Violation(f"fp8.{key}={pattern}", f"matches no linear layer{hint}"))
-    return found
+            if any(fnmatchcase(name, pattern) for name in candidates):
+                continue
+            # Layer numbers become * in suggestions, as users write such patterns.
+            generic = {_LAYER_NUMBER.sub(lambda m: m[0].replace(m[1], "*"), name) for name in names}
+            hint = suggest(pattern, sorted(generic))
+            violations.append(Violation(f"fp8.{key}={pattern}", f"matches no linear layer{hint}"))
+    return violations

@@ -24,9 +24,9 @@ from fp8cfg.backends.gemm_plan import (
     PlannedAttention,
     PlannedLinear,
     Unwatched,
-    differences,
     has_trained,
     not_engaged,
+    plan_differences,
     products_left_out,
 )
 from fp8cfg.backends.protocol import Observed
@@ -541,7 +541,7 @@ def prove_engagement(
         problems = replaced_layers(model, plan)
         problems += not_engaged(with_current_names(model, plan), observed)
     else:
-        problems = differences([*plan, *attention_plan(recipe)], observed)
+        problems = plan_differences([*plan, *attention_plan(recipe)], observed)
     if problems:
         text = "; ".join(problems[:3])
         if len(problems) > 3:

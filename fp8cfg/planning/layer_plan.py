@@ -11,7 +11,7 @@ from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     PlannedAttention,
     PlannedLinear,
-    layers,
+    layer_numbering,
     plan_attention,
     plan_linears,
 )
@@ -77,7 +77,7 @@ def plan_layers(recipe: Recipe, backend: str | None = None) -> list[PlannedLinea
     name, norms = backend_and_norms(recipe, backend)
     misfit = registry.rules(name).misfit
     shapes = linear_layers(transformer_config(recipe))
-    numbering = layers(recipe.model.num_layers)
+    numbering = layer_numbering(recipe.model.num_layers)
     linears = plan_linears(shapes, recipe.fp8, numbering, misfit, norms=norms)
     if not recipe.lora.enabled:
         return linears

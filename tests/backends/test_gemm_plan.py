@@ -6,7 +6,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
+from fp8cfg.backends.gemm_plan import PlannedLinear, layer_numbering, plan_linears
 from fp8cfg.backends.native import rules
 from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.planning.layer_plan import plan_layers
@@ -27,7 +27,8 @@ E4M3, E5M2 = ("e4m3", "e4m3"), ("e5m2", "e4m3")
 
 def plans(**fp8: object) -> dict[str, PlannedLinear]:
     return {
-        p.name: p for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layers(3), rules.misfit)
+        p.name: p
+        for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layer_numbering(3), rules.misfit)
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends.gemm_plan import differences
+from fp8cfg.backends.gemm_plan import plan_differences
 from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import World
@@ -227,7 +227,7 @@ def test_a_backward_pass_in_high_precision_is_what_runs(te: Any) -> None:
     model = converted(fp8)
     with backend().autocast(model):
         model(tokens(), tokens()).backward()
-    assert differences(planned(fp8, model), backend().observed(model)) == []
+    assert plan_differences(planned(fp8, model), backend().observed(model)) == []
     assert sorted({c for c in te_tex.CALLS}) == [
         "NN high precision x high precision",
         "NT high precision x high precision",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends.gemm_plan import differences
+from fp8cfg.backends.gemm_plan import plan_differences
 from fp8cfg.numerics import Region
 from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support import te_tex
@@ -57,7 +57,7 @@ def test_a_layer_whose_autocast_is_never_entered_is_found(te: Any) -> None:
     model = converted(fp8)
     loss = model(tokens(), tokens())
     loss.backward()
-    lines = differences(planned(fp8, model), backend().observed(model))
+    lines = plan_differences(planned(fp8, model), backend().observed(model))
     assert (
         len([line for line in lines if "planned e4m3 x e4m3, ran high precision" in line]) == 8
         and len(lines) == 24
@@ -65,14 +65,14 @@ def test_a_layer_whose_autocast_is_never_entered_is_found(te: Any) -> None:
     assert {c.split(" ", 1)[1] for c in te_tex.CALLS} == {"high precision x high precision"}
     with backend().autocast(model):
         model(tokens(), tokens())
-    assert len(differences(planned(fp8, model), backend().observed(model))) == 16, (
+    assert len(plan_differences(planned(fp8, model), backend().observed(model))) == 16, (
         "no backward pass, no dgrad and wgrad"
     )
     with backend().autocast(model):
         model(tokens(), tokens()).backward()
-    assert differences(planned(fp8, model), backend().observed(model)) == []
+    assert plan_differences(planned(fp8, model), backend().observed(model)) == []
     backend().forget_observed(model)
-    assert len(differences(planned(fp8, model), backend().observed(model))) == 24
+    assert len(plan_differences(planned(fp8, model), backend().observed(model))) == 24
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends.gemm_plan import HIGH_PRECISION, layers, plan_linears
+from fp8cfg.backends.gemm_plan import HIGH_PRECISION, layer_numbering, plan_linears
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.numerics import Region
 from fp8cfg.parallel.process_group import World
@@ -256,7 +256,7 @@ def test_a_configuration_that_says_something_else_is_an_error(
 def tiny(**fp8: Any) -> tuple[nn.Module, list[Any]]:
     node = FP8(enabled=True, **fp8)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32, bias=False))
-    plan = plan_linears([("0", 64, 64), ("2", 64, 32)], node, layers(1), rules.misfit)
+    plan = plan_linears([("0", 64, 64), ("2", 64, 32)], node, layer_numbering(1), rules.misfit)
     backend.convert(model, node, plan, Region(), "emulate")
     return model, plan
 

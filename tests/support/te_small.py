@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
+from fp8cfg.backends.gemm_plan import PlannedLinear, layer_numbering, plan_linears
 from fp8cfg.backends.native import rules
 from fp8cfg.models.config import TransformerConfig, linear_layers, norm_names
 from fp8cfg.models.transformer import Transformer
@@ -37,7 +37,7 @@ def planned(fp8: FP8, model: Transformer) -> list[PlannedLinear]:
     return plan_linears(
         linear_layers(model.config),
         fp8,
-        layers(model.config.num_layers),
+        layer_numbering(model.config.num_layers),
         rules.misfit,
         norms=norm_names(model.config),
     )

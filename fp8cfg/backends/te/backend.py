@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8cfg.backends.any_model.module_swap import linear_with, replaced
-from fp8cfg.backends.gemm_plan import PlannedLinear, excluded
+from fp8cfg.backends.gemm_plan import PlannedLinear, is_excluded
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.backends.te import attention, decoder
@@ -65,7 +65,7 @@ def convert(
     """
     refuse_if([*contradictions(fp8, os.environ), *attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
-    kept = {module for name, module in model.named_modules() if excluded(name, fp8)}
+    kept = {module for name, module in model.named_modules() if is_excluded(name, fp8)}
     builder = EngineBuilder(te, recipe_of(fp8), fp8.params, shared_weights(model), compute, kept)
     for planned in plan:
         if planned.fp8:
