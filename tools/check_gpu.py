@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import fp8cfg
-from fp8cfg.backends.choice import against
+from fp8cfg.backends.choice import backend_violations
 from fp8cfg.backends.te import decoder
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.hardware import find_hardware, no_cuda
@@ -210,7 +210,9 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
     return next(
         (
             str(violation).partition("; ")[0]
-            for violation in against(found.backend, found.precision, find_hardware(args.device))
+            for violation in backend_violations(
+                found.backend, found.precision, find_hardware(args.device)
+            )
         ),
         "",
     )

@@ -26,15 +26,15 @@ class AutocastContext(ContextDecorator, AbstractContextManager[None]):
     It can be nested. As a decorator it is entered by each call.
 
     Args:
-        make: Creates a context of the backend.
+        create: Creates a context of the backend.
     """
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
+    def __init__(self, create: Callable[[], AbstractContextManager[None]]) -> None:
+        self._create = create
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        context = self._make()
+        context = self._create()
         context.__enter__()
         self._entered.append(context)
 
@@ -57,7 +57,7 @@ def autocast(
         backend: The backend.
         model: The converted model.
         enabled: Whether layers multiply in FP8.
-        torch_autocast: "bf16" or "fp16" if the model does not cast by itself, otherwise "". Losses,
+        torch_autocast: "bf16" or "fp16" if the model has no casts of its own, otherwise "". Losses,
             softmax and norms then run in float32, by torch's rules.
     """
     if not torch_autocast:

@@ -20,9 +20,9 @@ __all__ = [
     "FP8_CAPABILITY",
     "Choice",
     "Hardware",
-    "against",
-    "against_layout",
+    "backend_violations",
     "choose",
+    "layout_violations",
 ]
 
 
@@ -69,38 +69,43 @@ def choose(
     Raises:
         ConfigError: With every reason against the backend.
     """
-    if precision.backend != "auto" and not registry.exists(precision.backend):
-        raise ConfigError(against(precision.backend, precision, hardware))
+    name = precision.backend
+    if name != "auto" and not registry.exists(name):
+        raise ConfigError(backend_violations(name, precision, hardware))
     if not precision.fp8.enabled:
         return Choice(REFERENCE, "none", "no FP8 asked for")
-    if precision.backend != "auto":
+    if name != "auto":
         refuse_if(
-            against(precision.backend, precision, hardware, statistics, here, strategy, adapters)
+            backend_violations(name, precision, hardware, statistics, here, strategy, adapters)
         )
-        return _choice(precision.backend, precision, hardware, "asked for")
+        return _choice_of(name, precision, hardware, "asked for")
     # Only the native backend emulates every scaling exactly, so it goes first then.
     emulates = hardware.device == "cpu" or precision.fp8.emulate
-    preference = registry.preference()
-    others = tuple(name for name in preference if name != REFERENCE)
-    order = (REFERENCE, *others) if emulates else preference
+    order = registry.preference()
+    others = tuple(name for name in order if name != REFERENCE)
+    if emulates:
+        order = (REFERENCE, *others)
     passed_over: list[str] = []
     for name in order:
-        reasons = against(
+        reasons = backend_violations(
             name, precision, hardware, statistics, strategy=strategy, adapters=adapters
         )
-        if not reasons:
-            if emulates and name == REFERENCE:
-                passed_over.append(
-                    f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated"
-                )
-            return _choice(name, precision, hardware, "auto", tuple(passed_over))
-        # The first reason is enough here. An error lists all of them.
-        first = str(reasons[0]).removeprefix(f"backend={name}: ")
-        passed_over.append(f"{name}: {first.partition('; ')[0]}")
-    raise ConfigError(against(REFERENCE, precision, hardware) + _could(precision, hardware))
+        if reasons:
+            # The first reason is enough here. An error lists all of them.
+            first_reason = str(reasons[0]).removeprefix(f"backend={name}: ")
+            problem, _, _ = first_reason.partition("; ")
+            passed_over.append(f"{name}: {problem}")
+            continue
+        if emulates and name == REFERENCE:
+            passed_over.append(f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated")
+        return _choice_of(name, precision, hardware, "auto", tuple(passed_over))
+    raise ConfigError(
+        backend_violations(REFERENCE, precision, hardware)
+        + _uninstalled_alternatives(precision, hardware)
+    )
 
 
-def against(
+def backend_violations(
     name: str,
     precision: Precision,
     hardware: Hardware,
@@ -109,16 +114,19 @@ def against(
     strategy: Strategy | None = None,
     adapters: bool = False,
 ) -> list[Violation]:
-    """Returns every reason against backend `name` for `precision` with FP8.
+    """Returns every reason against a backend for a precision with FP8.
 
-    The other arguments are described in `choose`.
+    Args:
+        name: Name of the backend.
+
+    The other arguments are those of `choose`.
     """
     problem = registry.problem(name)
     if problem:
         return [Violation(f"backend={name}", problem, source="backend")]
     rules = registry.rules(name)
     has = registry.capabilities(name)
-    split = strategy or Strategy()
+    layout = strategy or Strategy()
     reasons: list[Violation] = []
     missing = rules.unavailable() if here else ""
     if missing:
@@ -130,16 +138,16 @@ def against(
                 f"backend={name} has no such statistics; set backend=native, or remove it",
             )
         )
-    reasons += against_layout(
-        name, split.tensor_model_parallel_size, split.pipeline_model_parallel_size
+    reasons += layout_violations(
+        name, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     )
-    groups = split.data_parallel_replicate_size
-    if groups > 1 and not has.fully_shards:
+    replicas = layout.data_parallel_replicate_size
+    if replicas > 1 and not has.fully_shards:
         reasons.append(
             Violation(
                 f"backend={name}",
-                "FSDP2 does not shard its layers, as"
-                f" data_parallel_replicate_size={groups} has it; set backend={REFERENCE}",
+                "FSDP2 cannot shard its layers, as"
+                f" data_parallel_replicate_size={replicas} needs; set backend={REFERENCE}",
             )
         )
     if precision.fp8.keep_transpose_cache and not has.weight_workspace:
@@ -154,7 +162,7 @@ def against(
         reasons.append(
             Violation(
                 f"backend={name}",
-                "has no adapters over its layers (lora.enabled=true); set backend=native",
+                "its layers do not support adapters (lora.enabled=true); set backend=native",
             )
         )
     reasons += rules.against_sharding(precision)
@@ -162,14 +170,16 @@ def against(
         reasons += rules.against_environment(precision.fp8, os.environ)
     # The rules of a backend see fp8.params as it will run, also if storage implies it.
     reasons += rules.refusals(with_resolved_params(precision), hardware)
-    return [
-        reason if reason.source == "layout" else replace(reason, source="backend")
-        for reason in reasons
-    ]
+    violations = []
+    for reason in reasons:
+        if reason.source != "layout":
+            reason = replace(reason, source="backend")
+        violations.append(reason)
+    return violations
 
 
-def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
-    """Returns a violation if backend `name` does not support tensor or pipeline parallelism.
+def layout_violations(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
+    """Returns a violation if a backend does not support tensor or pipeline parallelism.
 
     Args:
         name: Name of the backend. "auto" has no violations.
@@ -178,37 +188,38 @@ def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[Violatio
     """
     if name == "auto" or not registry.exists(name):
         return []
-    has, lines = registry.capabilities(name), list[str]()
+    has = registry.capabilities(name)
+    problems = []
     if tensor > 1 and not has.tensor_parallel:
-        lines.append(f"its layers are not split by tensor_model_parallel_size={tensor}")
+        problems.append(f"its layers do not support tensor_model_parallel_size={tensor}")
     if stages > 1 and not has.pipeline_parallel:
-        lines.append(
-            f"its scales are not those of the stages of pipeline_model_parallel_size={stages}"
-        )
+        problems.append(f"its scales do not support pipeline_model_parallel_size={stages}")
     return [
-        Violation(f"backend={name}", f"{line}; set backend={REFERENCE}", source="layout")
-        for line in lines
+        Violation(f"backend={name}", f"{problem}; set backend={REFERENCE}", source="layout")
+        for problem in problems
     ]
 
 
-def _choice(
+def _choice_of(
     name: str,
     precision: Precision,
     hardware: Hardware,
-    asked: str,
+    reason: str,
     passed_over: tuple[str, ...] = (),
 ) -> Choice:
     """Returns the choice of backend `name`, with how it multiplies on `hardware`."""
-    product, why = registry.rules(name).product(precision, hardware)
-    return Choice(name, product, f"{asked}; {why}", passed_over)
+    product, product_reason = registry.rules(name).product(precision, hardware)
+    return Choice(name, product, f"{reason}; {product_reason}", passed_over)
 
 
-def _could(precision: Precision, hardware: Hardware) -> list[Violation]:
-    """Returns a line for each backend that only needs to be installed to run `precision`."""
-    rules = {name: registry.rules(name) for name in registry.preference()}
-    return [
-        Violation("backend=auto", f"{name} could run this, but {why}", source="backend")
-        for name in rules
-        if (why := rules[name].unavailable())
-        and not rules[name].refusals(with_resolved_params(precision), hardware)
-    ]
+def _uninstalled_alternatives(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a line for each backend that could run `precision` after its installation."""
+    violations = []
+    for name in registry.preference():
+        rules = registry.rules(name)
+        missing = rules.unavailable()
+        if missing and not rules.refusals(with_resolved_params(precision), hardware):
+            violations.append(
+                Violation("backend=auto", f"{name} could run this, but {missing}", source="backend")
+            )
+    return violations

@@ -27,7 +27,7 @@ def compile_options(device: str) -> dict[str, Any] | None:
     return None
 
 
-def _is_no_advice(record: logging.LogRecord) -> bool:
+def _drop_context_fn_advice(record: logging.LogRecord) -> bool:
     """Log filter: drops torch's advice about context_fn."""
     return "Detected that context_fn is passed" not in record.getMessage()
 
@@ -44,7 +44,9 @@ class CompiledForward:
     """
 
     def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
-        self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
+        self.module = module
+        self.eager = module.forward
+        self.compiled = compile(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled forward in training, otherwise the eager one."""
@@ -69,9 +71,11 @@ def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        dtype = next(
-            (t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32
-        )
+        dtype = torch.float32
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Tensor):
+                dtype = argument.dtype
+                break
         for linear in fp8_linears(module):
             linear.quantize_weight(dtype)
         return compiled(*args, **kwargs)
@@ -83,7 +87,7 @@ def compile_layers(layers: Iterable[nn.Module], compile: Callable[[Any], Any]) -
     """Compiles the forward of each layer in place, unless it is compiled already."""
     # torch warns that selective recomputation must not repeat in-place operations. FP8 layers
     # save them, or repeating them has no effect.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_context_fn_advice)
     for layer in layers:
         if not isinstance(layer.forward, CompiledForward):
             layer.forward = CompiledForward(layer, compile)

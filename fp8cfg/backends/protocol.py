@@ -104,13 +104,15 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
         BackendError: With every field that differs or exists on one side only.
     """
     # A new version of a library may add or drop a field, so the keys must match too.
-    missing = "nothing"
-    lines = [
-        f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has"
-        f" {built.get(k, missing)}"
-        for k in {**wanted, **built}
-        if (k in wanted) != (k in built) or wanted[k] != built[k]
-    ]
+    absent = "nothing"
+    lines = []
+    for field_name in {**wanted, **built}:
+        is_in_both = field_name in wanted and field_name in built
+        if not is_in_both or wanted[field_name] != built[field_name]:
+            lines.append(
+                f"{what}.{field_name}: the recipe says {wanted.get(field_name, absent)}, the library"
+                f" has {built.get(field_name, absent)}"
+            )
     if lines:
         raise BackendError("; ".join(lines))
 

@@ -19,11 +19,11 @@ __all__ = [
     "capabilities",
     "exists",
     "gathering",
+    "loaded_backends",
     "names",
     "preference",
     "problem",
     "rules",
-    "used",
 ]
 
 
@@ -56,19 +56,21 @@ def rules(name: str) -> Rules:
     Raises:
         ConfigError: There is no such backend, or its rules cannot be loaded.
     """
-    found: Rules = backends.part(name, "rules")
-    return found
+    loaded: Rules = backends.part(name, "rules")
+    return loaded
 
 
 def backend(name: str) -> Backend:
     """Returns the code of backend `name`. Raises ConfigError like `rules`."""
-    found: Backend = backends.part(name, "backend")
-    return found
+    loaded: Backend = backends.part(name, "backend")
+    return loaded
 
 
-def used() -> Iterator[Backend]:
+def loaded_backends() -> Iterator[Backend]:
     """Yields the backends loaded by this process.
 
     A model cannot have layers of any other backend. This is enough to find all converted layers.
     """
-    return (backend(name) for name in names() if backends.loaded(name))
+    for name in names():
+        if backends.loaded(name):
+            yield backend(name)

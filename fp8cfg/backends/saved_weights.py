@@ -39,18 +39,22 @@ def saved_weight(
         scaling: Scaling of the FP8 weights.
     """
     module = name.removesuffix(".weight")
-    scale_inv, whole, of_rows, amax = (
-        fp8.get(f"{module}.{buffer}")
-        for buffer in (SCALE_INV, GLOBAL_SCALE_INV, ROWS_SCALE_INV, ROWS_AMAX)
-    )
-    if of_rows is not None:
-        return as_native(model[name], of_rows, amax, scaling)
-    return () if scale_inv is None else (model[name], scale_inv, None, None, whole)
+    # Only Transformer Engine's weights with scales per block have rowwise scales.
+    rowwise_scale_inv = fp8.get(f"{module}.{ROWS_SCALE_INV}")
+    if rowwise_scale_inv is not None:
+        amax = fp8.get(f"{module}.{ROWS_AMAX}")
+        return as_native(model[name], rowwise_scale_inv, amax, scaling)
+    scale_inv = fp8.get(f"{module}.{SCALE_INV}")
+    if scale_inv is None:
+        return ()
+    return model[name], scale_inv, None, None, fp8.get(f"{module}.{GLOBAL_SCALE_INV}")
 
 
 def saved_shape(name: str, model: Any, fp8: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Returns the shape of that weight in elements."""
     shape: tuple[int, ...] = model.shape(name)
-    two_in_a_byte = f"{name.removesuffix('.weight')}.{ROWS_AMAX}" in fp8
-    # NVFP4 packs two elements into a byte.
-    return (*shape[:-1], 2 * shape[-1]) if two_in_a_byte else shape
+    module = name.removesuffix(".weight")
+    # NVFP4 of Transformer Engine packs two elements into a byte.
+    if f"{module}.{ROWS_AMAX}" in fp8:
+        return (*shape[:-1], 2 * shape[-1])
+    return shape

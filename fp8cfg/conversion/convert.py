@@ -360,7 +360,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     dtype = _plain_dtype(model)
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
-        for backend in registry.used():
+        for backend in registry.loaded_backends():
             # A backend returns the same Parameter if the weight is not quantized. Only a new,
             # dequantized weight is cast.
             if (plain := backend.plain(layer)) is not None:
@@ -547,7 +547,9 @@ def _hardware(model: nn.Module) -> Hardware:
 def _ours(model: nn.Module) -> list[nn.Module]:
     """Returns the layers that a backend converted, and layers with weights in a codec."""
     return [
-        model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
+        model.get_submodule(name)
+        for backend in registry.loaded_backends()
+        for name in backend.observed(model)
     ]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends import registry
-from fp8cfg.backends.choice import Choice, against, choose
+from fp8cfg.backends.choice import Choice, backend_violations, choose
 from fp8cfg.parallel import gradient_sync
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.hardware import find_hardware
@@ -211,7 +211,7 @@ def test_a_cell_is_read_back(cell: Applied, tmp_path: Path) -> None:
 )
 def test_a_cell_is_read_back_on_a_gpu(cell: Applied, tmp_path: Path) -> None:
     built = Built(cell, tmp_path, "cuda")
-    if why := against(cell.backend, built.recipe.precision, find_hardware("cuda")):
+    if why := backend_violations(cell.backend, built.recipe.precision, find_hardware("cuda")):
         pytest.skip(str(why[0]))
     assert str(cell.found(built)) == str(cell.want)
 

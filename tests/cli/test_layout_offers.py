@@ -198,7 +198,7 @@ def test_a_backend_that_splits_no_matrices_is_refused_with_one_that_does(
         f"{TENSOR}=2",
         f"log.dir={tmp_path}",
     ]
-    why = f"backend={backend}: its layers are not split by tensor_model_parallel_size=2; set backend=native"
+    why = f"backend={backend}: its layers do not support tensor_model_parallel_size=2; set backend=native"
     for gpus in ("2", "1"):  # one of which has whole replicas
         assert main(["plan", *words, "--gpus", gpus]) == 2
         offered = lines(capsys.readouterr().err, "there")

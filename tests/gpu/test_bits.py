@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import fp8cfg
-from fp8cfg.backends.choice import against
+from fp8cfg.backends.choice import backend_violations
 from fp8cfg.planning.hardware import find_hardware
 from tools.gpu_rows import kernel_bits, te_bits
 
@@ -31,7 +31,9 @@ def test_kernels_write_the_bytes_of_plain_code(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", te_bits.SCALINGS)
 def test_transformer_engine_writes_the_same_bytes(scaling: str) -> None:
     precision = fp8cfg.compose([f"precision={PRESETS[scaling]}", "backend=te"]).precision
-    if why := "; ".join(str(found) for found in against("te", precision, find_hardware("cuda"))):
+    if why := "; ".join(
+        str(found) for found in backend_violations("te", precision, find_hardware("cuda"))
+    ):
         pytest.skip(why)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

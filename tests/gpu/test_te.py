@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.choice import against
+from fp8cfg.backends.choice import backend_violations
 from fp8cfg.backends.te import decoder
 from fp8cfg.checkpoint import job_state
 from fp8cfg.models.attention import rotary_tables
@@ -46,7 +46,8 @@ def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
     recipe = small(*SHAPE, *words, *([] if backend == "auto" else [f"backend={backend}"]))
     if backend != "auto" and (
         why := "; ".join(
-            str(found) for found in against(backend, recipe.precision, find_hardware("cuda"))
+            str(found)
+            for found in backend_violations(backend, recipe.precision, find_hardware("cuda"))
         )
     ):
         pytest.skip(why)

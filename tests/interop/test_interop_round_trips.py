@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.backends.choice import Hardware, against
+from fp8cfg.backends.choice import Hardware, backend_violations
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.interop.projects import DOORS
 from fp8cfg.interop.translation import table
@@ -311,7 +311,7 @@ def test_the_backend_that_is_read_back_has_every_key(recipe: Recipe, project: st
     blackwell = p.fp8.scaling in ("mxfp8", "nvfp4") and p.backend != "msamp"
     if p.backend != "auto" and p.fp8.enabled:
         assert (
-            against(
+            backend_violations(
                 p.backend,
                 p,
                 Hardware("cuda", (10, 0) if blackwell else (9, 0), (12, 9)),

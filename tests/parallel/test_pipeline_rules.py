@@ -126,7 +126,7 @@ def test_other_backends_are_refused() -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=f"backend=msamp: its scales are not those of the stages of {KEY}; set backend=native",
+        match=f"backend=msamp: its scales do not support {KEY}; set backend=native",
     ):
         fp8cfg.build(recipe)
 

@@ -88,7 +88,7 @@ def test_other_backends_are_refused() -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=f"backend=torchao: its layers are not split by {KEY}; set backend=native",
+        match=f"backend=torchao: its layers do not support {KEY}; set backend=native",
     ):
         fp8cfg.build(recipe)
 

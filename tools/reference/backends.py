@@ -4,7 +4,7 @@ tested cells.
 
 from __future__ import annotations
 
-from fp8cfg.backends.choice import against
+from fp8cfg.backends.choice import backend_violations
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.registry import rules
 from fp8cfg.schema.presets import precision_preset
@@ -65,7 +65,7 @@ def _takes(backend: str, scaling: str, hardware: Hardware, emulate: bool) -> str
         )
     return (
         ""
-        if against(backend, precision, hardware, here=False)
+        if backend_violations(backend, precision, hardware, here=False)
         else rules(backend).product(precision, hardware)[0]
     )
 

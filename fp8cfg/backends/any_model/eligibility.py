@@ -377,7 +377,7 @@ def _odd(
 def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
     """Returns the observed GEMMs of each linear layer and each converted attention of `model`."""
     seen: Observed = {}
-    for backend in registry.used():
+    for backend in registry.loaded_backends():
         seen |= backend.observed(model)
     trained = has_trained(seen)
     linears, attentions = [], []
@@ -416,7 +416,9 @@ def has_frozen_weight(module: nn.Module) -> bool:
 def beside(model: nn.Module) -> list[Unwatched]:
     """Returns the parameters of `model` outside of its linear layers."""
     watched = {
-        model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
+        model.get_submodule(name)
+        for backend in registry.loaded_backends()
+        for name in backend.observed(model)
     }
     return unwatched(
         model, watched | {module for module in model.modules() if REASON in vars(module)}
