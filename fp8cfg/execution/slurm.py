@@ -123,10 +123,10 @@ def submitit_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: Options of sbatch and parameters of submitit, by name.
     """
-    named = {key.replace("-", "_"): value for key, value in settings.items()}
+    by_name = {key.replace("-", "_"): value for key, value in settings.items()}
     arguments: dict[str, Any] = {}
-    additional = {"requeue": True, **named.pop("additional_parameters", {})}
-    for name, value in named.items():
+    additional = {"requeue": True, **by_name.pop("additional_parameters", {})}
+    for name, value in by_name.items():
         if name in _LISTS and isinstance(value, str):
             # submitit wants a list here. A string would become one line for each character.
             arguments[name] = [value]

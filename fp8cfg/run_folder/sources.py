@@ -21,13 +21,13 @@ def write_sources(files: RunFiles, recipe: Recipe) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    before = read_sources(files)
+    old_sources = read_sources(files)
     sources = {}
     for key, source in value_sources(recipe).items():
         name = short(key)
         # To `resume`, the recipe of the checkpoint is one layer.
         if source.startswith(Source.RECIPE.value):
-            source = before.get(name, source)
+            source = old_sources.get(name, source)
         sources[name] = source
     files.replace(SOURCES, (json.dumps(sources, indent=1) + "\n").encode())
 

@@ -1,8 +1,17 @@
 """Training loop: steps, evaluations, checkpoints, and a stop on a signal.
 
-Each iteration launches one optimizer step (`step.train_step`). On a GPU the host reads the metrics
-of step k after it has launched step k + 1. Before an evaluation, a checkpoint or a callback, the
-host waits for all launched steps.
+    load the checkpoint, or seed a new run
+    compile the model                   if trainer.compile asks for it
+    for each step:
+        read data ahead                 with several ranks
+        launch the step                 `step.train_step`
+        finish earlier steps            read their metrics, report them, handle a bad step
+        evaluate                        every trainer.val_check_interval steps
+        save                            every checkpoint.every_n_steps steps
+        follow requests                 of any rank, to save or to stop
+
+On a GPU the host reads the metrics of step k after it has launched step k + 1. Before an
+evaluation, a checkpoint or a callback, the host waits for all launched steps.
 """
 
 from __future__ import annotations
@@ -351,10 +360,7 @@ class _Training:
                 # A skipped step updates no scales, so it has no overflow to report.
                 overflow = self.overflow.read(result.metrics)
             bad_step = self.bad_steps.check(result)
-            policy = None
-            if bad_step is not None:
-                policy = bad_step.policy
-            self.report.add(result, overflow, seconds, policy)
+            self.report.add(result, overflow, seconds, bad_step)
             if bad_step is not None:
                 self._handle_bad_step(bad_step, result.stepped, is_failing)
 

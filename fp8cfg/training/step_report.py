@@ -22,7 +22,7 @@ from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.schema.tables import labeled, wrapped
-from fp8cfg.training.bad_steps import BadStep, Policy
+from fp8cfg.training.bad_steps import BadStep
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.step import StepResult
@@ -110,7 +110,7 @@ class StepReport:
         result: StepResult,
         overflow: Overflow | None,
         seconds: float,
-        bad_step: Policy | None = None,
+        bad_step: BadStep | None = None,
     ) -> None:
         """Reports a finished step. All ranks call it.
 
@@ -118,7 +118,7 @@ class StepReport:
             result: Metrics of the step.
             overflow: FP8 overflow of the step, None if unknown.
             seconds: Duration of the step.
-            bad_step: What the run does about a bad step, None for a good one.
+            bad_step: The step if it is bad, None for a good one.
 
         Raises:
             NotFP8Error: The first step did not run in the planned formats.
@@ -130,7 +130,7 @@ class StepReport:
             self.loss = result.loss
         values = self._metric_values(result, overflow, seconds)
         if bad_step is not None:
-            values["bad_step"] = bad_step
+            values["bad_step"] = bad_step.policy
         if overflow is not None:
             self._overflow_warnings.check(overflow, result.step)
         # The first step that is not skipped: a skipped step broadcasts no weights.

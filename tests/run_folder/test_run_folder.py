@@ -237,7 +237,7 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "OMP_NUM_THREADS_X",
     ):
         monkeypatch.setenv(name, "hidden")
-    monkeypatch.setattr(environment, "_code", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(environment, "_code_version", lambda: {"commit": "abc", "dirty": True})
     with create(tmp_path) as run:
         said = json.loads(run.environment.read_text())
     assert {name for name, value in said["variables"].items() if value == "shown"} == shown
