@@ -44,7 +44,6 @@ from fp8cfg.run_folder.file_names import CHECKPOINTS
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.summary import read_history
-from fp8cfg.schema import messages
 from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled, wrapped
@@ -64,7 +63,6 @@ from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
 from fp8cfg.training.profiling import MemorySnapshots, StepProfiler
-from fp8cfg.training.progress import Peak, Progress, peak_speed
 from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
 from fp8cfg.training.step_report import Callback, StepReport
@@ -74,6 +72,7 @@ if TYPE_CHECKING:
     from fp8cfg.run_folder.run_folder import RunFolder
     from fp8cfg.training.data import RunData
     from fp8cfg.training.loggers.run_loggers import RunLoggers
+    from fp8cfg.training.progress import Progress
     from fp8cfg.training.run_status import RunStatus
 
 
@@ -128,11 +127,12 @@ def train(
     data: RunData,
     loggers: RunLoggers,
     status: RunStatus,
+    progress: Progress | None,
     run: RunFolder | None,
     start_from: Loaded | None,
     world: World,
     say: Callable[[str], None],
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback],
 ) -> Result:
     """Trains a job until trainer.max_steps or a signal. All ranks call it.
 
@@ -143,11 +143,12 @@ def train(
         data: Training batches and validation samples.
         loggers: Loggers of the run.
         status: Gets the number of steps done.
+        progress: Shows the steps. Only the first rank has one.
         run: Folder for metrics, coverage and checkpoints on the first rank. None writes nothing.
         start_from: Loaded checkpoint to resume from.
         world: Ranks of the run.
-        say: Prints a message, on the first rank.
-        callbacks: Called on the first rank.
+        say: Prints a message. Does nothing on other ranks than the first.
+        callbacks: Called after steps, evaluations and saves. Only the first rank has some.
 
     Returns:
         The number of steps and the last losses, without the run folder.
@@ -160,7 +161,7 @@ def train(
         CheckpointError: The last checkpoint could not be written.
         OSError: A file of the run folder could not be written.
     """
-    training = _Training(job, data, loggers, status, run, world, say, callbacks)
+    training = _Training(job, data, loggers, status, progress, run, world, say, callbacks)
     return training.train(start_from)
 
 
@@ -173,6 +174,7 @@ class _Training:
         data: RunData,
         loggers: RunLoggers,
         status: RunStatus,
+        progress: Progress | None,
         run: RunFolder | None,
         world: World,
         say: Callable[[str], None],
@@ -182,18 +184,12 @@ class _Training:
         self.run = run
         self.status = status
         self.loggers = loggers
+        self.progress = progress
         self.world = world
         self.recipe = job.recipe
         self.max_steps = job.recipe.trainer.max_steps
-        log = job.recipe.log
-        self.say = messages.of_run(say, log.level, log.progress)
-        if not world.first:
-            self.say = _say_nothing
-        # Another `say` or a configured logger may write elsewhere than to the terminal.
-        self.can_draw = say in (messages.say, print) and not messages.is_logged()
-        self.callbacks: Sequence[Callback] = ()
-        if world.first:
-            self.callbacks = callbacks
+        self.say = say
+        self.callbacks = callbacks
         self.batches, self.validation_samples = data
         if self.batches.remark:
             self.say(labeled("data", self.batches.remark.removeprefix("data: ")))
@@ -234,9 +230,8 @@ class _Training:
                     f"stopped before step {first_step + 1} of {self.max_steps};"
                     f" {self._resume_advice()}"
                 )
-            if self.world.first:
-                progress = Progress(self.recipe, self.say, self.can_draw, self._peak_speed())
-                self.report.progress = stack.enter_context(progress)
+            if self.progress is not None:
+                self.report.progress = stack.enter_context(self.progress)
             stack.enter_context(self.saver)
             if self.job.optimizer.can_defer:
                 # The device decides whether to skip a step. Otherwise optimizer.step() would wait
@@ -537,13 +532,6 @@ class _Training:
         for callback in self.callbacks:
             callback.evaluation(num_done, loss)
 
-    def _peak_speed(self) -> Peak | None:
-        """Returns the peak speed of the ranks. None for a custom model or an unknown GPU."""
-        if self.job.foreign or self.job.device.type != "cuda":
-            return None
-        names = [torch.cuda.get_device_name(self.job.device)]
-        return peak_speed(self.recipe, names, self.world.size)
-
     def _saves_after(self, num_done: int) -> bool:
         """Whether step `num_done` is saved. The last step always is."""
         if num_done == self.max_steps:
@@ -678,7 +666,3 @@ class _Training:
         raise Diverged(
             f"step {num_done}: {', '.join(problems)}{skips}; {after_divergence(self.run)}"
         )
-
-
-def _say_nothing(_: str) -> None:
-    """Discards a message. Used on all ranks except the first."""

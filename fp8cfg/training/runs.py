@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from fp8cfg.building.builder import build
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, manifest, resume_rules
@@ -42,6 +44,7 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.loggers.run_loggers import RunLoggers, refuse_missing
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.profiling import refuse_snapshot_on_cpu
+from fp8cfg.training.progress import Progress, peak_speed
 from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.step_report import Callback
 
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8cfg.training.data import RunData
+    from fp8cfg.training.progress import Peak
 
 
 T = TypeVar("T")
@@ -286,19 +290,30 @@ def train_job(
     """
     recipe = job.recipe
     world = world or current()
+    # Another `say` or a configured logger may write elsewhere than to the terminal.
+    can_draw = say in (messages.say, print) and not messages.is_logged()
+    say = _of_run(say, recipe)
+    progress = None
+    if world.first:
+        progress = Progress(recipe, say, can_draw, _peak_speed(job, world.size))
+    else:
+        say = _say_nothing
+        callbacks = ()
     first_step = 0
     if start_from is not None:
         _, state = start_from
         first_step = state["step"]
     # The loggers end last, so they get the final state of the run.
-    loggers = RunLoggers(job, run, world.size, _of_run(say, recipe))
+    loggers = RunLoggers(job, run, world.size, say)
     with loggers, RunStatus(run, first_step) as status:
         try:
             data = data or run_data(recipe)
             check_layout(recipe, world.size, job.foreign)
             if run and first_step < recipe.trainer.max_steps:
                 write_sources(run.files, recipe)
-            return train(job, data, loggers, status, run, start_from, world, say, callbacks)
+            return train(
+                job, data, loggers, status, progress, run, start_from, world, say, callbacks
+            )
         except DataError as error:
             # Some errors appear only when data are read, such as a token outside the vocabulary.
             raise ConfigError(f"data={recipe.data.name}: {error}") from None
@@ -308,6 +323,14 @@ def train_job(
             if run is not None:
                 path = str(run.path)
             raise RunFolderNotWritable(f"{path}: {error}") from None
+
+
+def _peak_speed(job: Job, num_ranks: int) -> Peak | None:
+    """Returns the peak speed of the ranks. None for a custom model or an unknown GPU."""
+    if job.foreign or job.device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_name(job.device)
+    return peak_speed(job.recipe, [gpu], num_ranks)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -685,8 +708,6 @@ def resume_smoke(
 
 def _has_gpu() -> bool:
     """Whether torch finds a CUDA device."""
-    import torch
-
     return torch.cuda.is_available()
 
 
