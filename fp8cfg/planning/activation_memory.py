@@ -25,18 +25,11 @@ Differences:
                              RMSNorm is not fused, the normalized input 4D; and silu(gate) cF
     selective recomputation  no input of linear_qkv, linear_fc1 and linear_fc2, and no quantized
                              copy of any input, except this rank's tokens of a gathered input
-    soft cap of scores       explicit matrices of scores, 8 + c per score
-    masks                    soft caps, sliding windows and separate documents repeat keys and
-                             values for each head. Sliding windows and documents also have masks of
-                             c x tokens x tokens, shared by layers with the same window
+    attention                attention_memory.py has soft caps, masks, FP8 and context parallelism
     norms of q, k            their inputs in float32
-    context parallelism      keys and values of the whole sequence
     sequence parallelism     D is divided by the ranks in norms and the residual stream. BF16 layers
                              keep the gathered input of linear_qkv, linear_fc1 and output layer,
                              FP8 layers their own tokens (numerics/token_shard.py)
-    attention in FP8         only quantized queries, keys and values e(Q + 2K). Its backward pass
-                             has score matrices of 8 + 2e and a mask for one layer at a time
-                             (numerics/attention.py)
     frozen weights           only adapters keep inputs, in their dtype (models/lora.py)
     torchao                  layers keep inputs in c and no quantized weights
 
@@ -50,10 +43,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.planning.attention_memory import (
+    attention_bytes,
+    attention_window,
+    gathered_key_bytes,
+    mask_bytes,
+    score_bytes,
+)
 from fp8cfg.planning.fsdp_memory import BackwardSchedule
 from fp8cfg.planning.layer_plan import attention_plan
 from fp8cfg.planning.layout import Part
@@ -64,9 +63,10 @@ from fp8cfg.schema.recipe import Recipe
 # CHUNK and GPU_CHUNK).
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
-# Peak number of tensors of MLP width in the backward pass of an activation function. First if
-# forward has kept all tensors: gradients only. Second if forward has kept only the input: gradients
-# and recomputed tensors. SwiGLU recomputes silu and its product, squared ReLU relu and its square.
+# Peak number of tensors of MLP width in the backward pass of an activation function
+# (models/transformer.py, MLP). First if forward has kept all tensors: gradients only. Second if
+# forward has kept only the input: gradients and recomputed tensors. SwiGLU recomputes silu and its
+# product, squared ReLU relu and its square.
 ACTIVATION_BACKWARD_TENSORS = {
     "swiglu": (3, 6),
     "geglu": (3, 6),
@@ -202,7 +202,7 @@ def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer
         layer_linears = linears[4 * index : 4 * index + 4]
         runs_fp8_attention = number in fp8_attention
         gemms = tuple((linear.gemms, sizes.adapter_counts[linear.name]) for linear in layer_linears)
-        key = (runs_fp8_attention, sizes.window(number), gemms)
+        key = (runs_fp8_attention, attention_window(sizes, number), gemms)
         if key not in distinct:
             distinct[key] = _Layer(sizes, layer_linears, number, runs_fp8_attention)
         layers.append(distinct[key])
@@ -229,7 +229,7 @@ def _kept_bytes(sizes: LinearBytes, layers: Sequence[_Layer]) -> float:
     for number, layer in zip(part.layers, layers, strict=True):
         if not layer.runs_fp8_attention:
             masked_layers.append(number)
-    masks = sizes.mask_bytes(masked_layers)
+    masks = mask_bytes(sizes, masked_layers)
     num_bytes = (per_token * sizes.tokens + masks) * part.in_flight
     return num_bytes + streams * residual * sizes.tokens
 
@@ -258,14 +258,14 @@ def _layer_moments(
             moments = list(layer.backward_moments())
             recomputed = 0.0
             if recomputes_layers:
-                recomputed = layer.kept - sizes.shared_input_bytes * sizes.tokens
+                recomputed = layer.kept_bytes - sizes.shared_input_bytes * sizes.tokens
                 moments += layer.recompute_moments()
             widest[layer.kind] = recomputed + max(moments)
         yield _Moment(widest[layer.kind] - freed, schedule.during_backward(group))
         if recomputes_layers:
             freed += residual
         else:
-            freed += layer.kept
+            freed += layer.kept_bytes
         if group == 0:
             freed += earlier_microbatches
         # During the reduction the gradient of the residual stream waits for the next layer.
@@ -280,7 +280,7 @@ class _Layer:
         runs_fp8_attention: Whether attention runs in FP8.
         kept_per_token: Bytes per token kept by forward.
         quantized_weights: Bytes of quantized weights kept by forward.
-        kept: Bytes of both.
+        kept_bytes: Bytes of both, in a microbatch.
     """
 
     def __init__(
@@ -302,11 +302,11 @@ class _Layer:
         self.runs_fp8_attention = runs_fp8_attention
         qkv, proj, self.fc1, self.fc2 = linears
         gemms = tuple(linear.gemms for linear in linears)
-        self.kind = (runs_fp8_attention, sizes.score_bytes(number), gemms)
+        self.kind = (runs_fp8_attention, score_bytes(sizes, number), gemms)
         self.fc1_input = sizes.input_bytes(self.fc1, sizes.hidden)
         self.fc2_input = sizes.input_bytes(self.fc2, sizes.mlp_channels)
-        attention, self.recomputed_attention = self._attention_bytes(proj, number)
-        attention += sizes.input_bytes(qkv, sizes.hidden)
+        attention = attention_bytes(sizes, proj, number, runs_fp8_attention)
+        self.recomputed_attention = attention.recomputed
         # linear_fc1's output. A gated activation also keeps silu(gate).
         inner_channels = sizes.fc1_channels
         if sizes.fc1_channels > sizes.mlp_channels:
@@ -316,8 +316,9 @@ class _Layer:
             sizes, qkv, self.fc1, self.fc2, self.mlp_inner, self.recomputed_attention
         )
 
-        mlp = self.fc1_input + self.mlp_inner + self.fc2_input
-        self.kept_per_token = sizes.norms_bytes + attention + mlp - self.recomputed.total
+        inputs = sizes.input_bytes(qkv, sizes.hidden) + self.fc1_input + self.fc2_input
+        kept_per_token = sizes.norms_bytes + attention.kept_bytes + inputs + self.mlp_inner
+        self.kept_per_token = kept_per_token - self.recomputed.total
         records_graph = any(
             "dgrad" not in linear.left_out or sizes.adapter_counts[linear.name]
             for linear in linears
@@ -325,33 +326,7 @@ class _Layer:
         if not records_graph:  # all layers before the first adapter
             self.kept_per_token = 0.0
         self.quantized_weights = sum(sizes.quantized_weight_bytes(linear) for linear in linears)
-        self.kept = self.kept_per_token * sizes.tokens + self.quantized_weights
-
-    def _attention_bytes(self, proj: PlannedLinear, number: int) -> tuple[float, float]:
-        """Returns bytes per token of attention, and the bytes saved by selective recomputation."""
-        sizes = self.sizes
-        quantizes_output = sizes.keeps_quantized_input(proj)
-        quantized_output = 0.0
-        if quantizes_output:
-            quantized_output = sizes.operand_bytes * sizes.query_channels
-        if sizes.context > 1:
-            attention, recomputed = context_attention_bytes(sizes, number, quantizes_output)
-            return attention + quantized_output, recomputed
-        qkv_channels = sizes.query_channels + 2 * sizes.key_channels
-        if self.runs_fp8_attention:
-            output = sizes.input_bytes(proj, sizes.query_channels)
-            return sizes.operand_bytes * qkv_channels + output, 0.0
-        rotated_channels = 0.0
-        if sizes.recipe.model.position_embedding_type == "rope":
-            rotated_channels = sizes.query_channels + sizes.key_channels
-        channels = qkv_channels + rotated_channels + sizes.query_channels  # and the output
-        scores = sizes.score_bytes(number)
-        recomputed = 0.0
-        if sizes.has_mask(number):
-            recomputed = scores
-            if quantizes_output:
-                recomputed += sizes.compute_bytes * sizes.query_channels
-        return sizes.compute_bytes * channels + scores + quantized_output, recomputed
+        self.kept_bytes = self.kept_per_token * sizes.tokens + self.quantized_weights
 
     def backward_moments(self) -> Iterator[float]:
         """Yields bytes at each possible peak, in addition to the kept bytes, first to last."""
@@ -445,12 +420,11 @@ class _Layer:
         if sizes.selective and self.recomputed_attention:
             yield fresh + tokens * (per_token + 2 * self.recomputed_attention)
         if self.runs_fp8_attention:
-            model = sizes.recipe.model
-            scores = model.num_attention_heads / sizes.tensor * model.seq_length
+            scores = sizes.heads * sizes.recipe.model.seq_length
             # Scores and their gradient, each in float32 and quantized. Heads share one bool mask,
             # 1 byte: half a byte per score from two heads on (numerics/fp8_attention.py).
-            score_bytes = 2 * (4 + sizes.operand_bytes) + 0.5
-            yield fresh + tokens * (per_token + score_bytes * scores)
+            bytes_per_score = 2 * (4 + sizes.operand_bytes) + 0.5
+            yield fresh + tokens * (per_token + bytes_per_score * scores)
 
     def _activation_backward_bytes(self) -> float:
         """Returns peak bytes per token in the activation function's backward pass."""
@@ -556,101 +530,6 @@ def logit_bytes(sizes: LinearBytes) -> LogitBytes:
         chunk_bytes = 4
     backward = 2 * compute * count + chunk_bytes * chunk + capped
     return LogitBytes(int(compute * count + capped), int(forward), int(max(forward, backward)))
-
-
-# Attention under context parallelism.
-
-
-def context_attention_bytes(
-    sizes: LinearBytes, layer: int, quantizes_output: bool
-) -> tuple[float, float]:
-    """Returns bytes per token kept by high-precision attention with context parallelism.
-
-    Args:
-        sizes: Sizes of the rank.
-        layer: Number of the layer.
-        quantizes_output: Whether linear_proj keeps a quantized input. Its bytes are not counted.
-
-    Returns:
-        The bytes without recomputation, and the net bytes saved by selective recomputation.
-    """
-    model = sizes.recipe.model
-    compute, window = sizes.compute_bytes, sizes.window(layer)
-    channels = 0.0
-    has_rope = model.position_embedding_type == "rope"
-    recomputes_qk_norms = sizes.selective and sizes.qk_norm_bytes > 0
-    if not has_rope or recomputes_qk_norms:
-        # linear_qkv's output stays: queries are views of it, or their norms run again.
-        channels += sizes.query_channels + 2 * sizes.key_channels
-    if has_rope:
-        channels += sizes.query_channels  # rotated queries
-    channels += sizes.query_channels  # the outputs of both chunks
-    if not quantizes_output:
-        channels += sizes.query_channels  # the input of linear_proj, a copy of both
-    num_bytes = compute * channels
-    keys = visible_keys(model.seq_length, sizes.context, window)
-    # Keys and values, repeated for each head, of both chunks.
-    repeated = 2 * compute * sizes.query_channels * keys * 2 * sizes.context / model.seq_length
-    saved_output = compute * sizes.query_channels - gathered_key_bytes(sizes)
-    if model.attn_logit_softcapping is not None:
-        heads = model.num_attention_heads / sizes.tensor
-        scores = keys * (heads * sizes.capped_score_bytes + 1)  # and a bool mask
-        return num_bytes + repeated + scores, repeated + scores + saved_output
-    if window is not None or sizes.device == "cpu":
-        masked = _masked_context_bytes(sizes, window, keys, repeated)
-        return num_bytes + masked, masked + saved_output
-    # Flash attention. In float32, with fewer groups than heads, keys are repeated per head as in
-    # models/attention.py.
-    if compute == 4 and sizes.query_channels > sizes.key_channels:
-        return num_bytes + sizes.logsumexp_bytes + repeated, 0.0
-    return num_bytes + sizes.logsumexp_bytes + gathered_key_bytes(sizes), 0.0
-
-
-def _masked_context_bytes(
-    sizes: LinearBytes, window: int | None, keys: float, repeated: float
-) -> float:
-    """Returns bytes per token of masks, repeated keys and values and the log-sum-exp."""
-    length = sizes.recipe.model.seq_length
-    mask = sizes.compute_bytes * keys
-    masked_chunks = sizes.logsumexp_bytes + repeated + mask
-    chunk = length // (2 * sizes.context)
-    if window is not None and chunk > window:
-        return masked_chunks
-    # The first rank's first chunk needs no mask, and its keys are a view of all gathered keys.
-    # Its other chunk is the last one of the sequence.
-    last_keys = length
-    if window is not None:
-        last_keys = min(length, chunk + window - 1)
-    last_chunk = (repeated + mask) * last_keys / 2 / keys
-    return max(masked_chunks, sizes.logsumexp_bytes + last_chunk + gathered_key_bytes(sizes))
-
-
-def gathered_key_bytes(sizes: LinearBytes) -> float:
-    """Returns bytes of the gathered keys and values, per token of this rank."""
-    return 2 * sizes.compute_bytes * sizes.key_channels * sizes.context
-
-
-@cache
-def visible_keys(length: int, context: int, window: int | None) -> float:
-    """Returns the number of keys per chunk: the mean of a rank's two chunks, largest of all ranks.
-
-    Args:
-        length: Tokens of the sequence.
-        context: Number of context-parallel ranks.
-        window: Sliding window in tokens. None without one.
-    """
-    # Each rank has two chunks, r and 2 * context - 1 - r. Causal attention then costs every rank
-    # the same.
-    chunk = length // (2 * context)
-    limit = length
-    if window is not None:
-        limit = chunk + window - 1
-    widest = 0
-    for rank in range(context):
-        first_keys = min((rank + 1) * chunk, limit)
-        second_keys = min((2 * context - rank) * chunk, limit)
-        widest = max(widest, first_keys + second_keys)
-    return widest / 2
 
 
 # Recomputation inside a layer.

@@ -13,7 +13,6 @@ return bytes of the rank. `activation_memory.py` adds them up over the layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from fp8cfg.backends import registry
@@ -61,6 +60,7 @@ class LinearBytes:
         hidden: Input channels of a column-parallel layer, after the gather.
         hidden_shard: Channels per token in norms and the residual stream. With sequence
             parallelism a rank has 1 / tensor of the tokens, counted as fewer channels.
+        heads: Query heads of this rank.
         query_channels: Query channels of this rank.
         key_channels: Key channels of this rank, equal to its value channels.
         fc1_channels: Output channels of linear_fc1: gate and up, or only up.
@@ -71,8 +71,6 @@ class LinearBytes:
         qk_norm_bytes: Bytes per token kept by the norms of queries and keys.
         norm_backward_bytes: Bytes per token in the backward pass of a norm.
         shared_input_bytes: Bytes per token of a layer's input, if it is its first norm's input too.
-        logsumexp_bytes: Bytes per token of flash attention's log-sum-exp.
-        capped_score_bytes: Bytes per score of attention with a soft cap.
     """
 
     def __init__(
@@ -118,6 +116,7 @@ class LinearBytes:
         self.hidden_shard = float(model.hidden_size)
         if part.sequence_parallel:
             self.hidden_shard /= part.tensor
+        self.heads = model.num_attention_heads / part.tensor
         self.query_channels = model.num_attention_heads * model.head_dim / part.tensor
         # If there are fewer groups than ranks, several ranks have a copy of a group.
         self.key_channels = -(-model.num_query_groups // part.tensor) * model.head_dim
@@ -130,13 +129,6 @@ class LinearBytes:
         # recomputation the whole layer does.
         self.recomputes_norms = model.recompute_granularity != "full"
         self._set_norm_bytes()
-        # Flash attention keeps the log-sum-exp of each head in float32.
-        self.logsumexp_bytes = model.num_attention_heads / part.tensor * 4
-        # A soft cap needs explicit scores: tanh and the softmax in float32, and the softmax in the
-        # compute dtype.
-        self.capped_score_bytes = 8.0
-        if self.compute_bytes < 4:
-            self.capped_score_bytes += self.compute_bytes
 
         self.has_fp8_storage = part.state.fp8_weights or gathers_params(recipe.precision, backend)
         self.keeps_quantized_weights = keeps_quantized_weights(recipe, part, backend)
@@ -175,7 +167,7 @@ class LinearBytes:
         if model.qk_layernorm != "none":
             norms_per_token = 1.0
             if model.qk_layernorm == "head":
-                norms_per_token = model.num_attention_heads / self.tensor
+                norms_per_token = self.heads
             channels = self.query_channels + self.key_channels
             self.qk_norm_bytes = (4 + normalized_bytes) * channels + 8 * norms_per_token
             self.norms_bytes += self.qk_norm_bytes
@@ -187,64 +179,6 @@ class LinearBytes:
         # its operations.
         gradients = 4 if is_unfused else 2
         self.norm_backward_bytes = 4 * gradients * self.hidden_shard
-
-    # Attention.
-
-    def score_bytes(self, layer: int) -> float:
-        """Returns bytes per token of scores kept by high-precision attention.
-
-        Includes the log-sum-exp and repeated keys and values. Queries, keys, values and the output
-        themselves are not counted, and neither are shared masks (`mask_bytes`).
-        """
-        model = self.recipe.model
-        # Flash attention takes neither explicit masks nor float32 inputs. Other kernels repeat
-        # keys and values for each head.
-        repeats_keys = self.has_mask(layer) or (self.device == "cuda" and self.compute_bytes == 4)
-        repeated = 0.0
-        if repeats_keys and model.position_embedding_type == "rope":
-            # Rotated queries and repeated keys and values, 3Q, instead of linear_qkv's output,
-            # Q + 2K, and rotated queries and keys, Q + K.
-            repeated = self.compute_bytes * (self.query_channels - 3 * self.key_channels)
-        elif repeats_keys:
-            # Queries are a view of linear_qkv's output, which stays.
-            repeated = 2 * self.compute_bytes * self.query_channels
-        if model.attn_logit_softcapping is None:
-            return self.logsumexp_bytes + repeated
-        scores = model.seq_length * model.num_attention_heads / self.tensor
-        return repeated + scores * self.capped_score_bytes
-
-    def has_mask(self, layer: int) -> bool:
-        """Whether high-precision attention of this layer has an explicit mask."""
-        return (
-            self.recipe.data.reset_attention_mask
-            or self.window(layer) is not None
-            or self.recipe.model.attn_logit_softcapping is not None
-        )
-
-    def mask_bytes(self, layers: Iterable[int]) -> float:
-        """Returns bytes of the masks [tokens, tokens] kept by layers for backward.
-
-        Args:
-            layers: Numbers of the layers.
-        """
-        # Layers with the same window share a mask. Each sample has other documents and its own
-        # mask. Masks of context parallelism are counted in activation_memory.py.
-        model = self.recipe.model
-        if self.context > 1:
-            return 0
-        if model.attn_logit_softcapping is not None and model.recompute_granularity == "none":
-            return 0  # backward of the soft cap does not read the mask
-        masks = len({self.window(layer) for layer in layers if self.has_mask(layer)})
-        if self.recipe.data.reset_attention_mask:
-            masks *= self.recipe.trainer.micro_batch_size
-        return masks * self.compute_bytes * model.seq_length**2
-
-    def window(self, layer: int) -> int | None:
-        """Returns the sliding window in tokens, None if it covers the sequence."""
-        window = self.config.window(layer)
-        if window is None or window >= self.recipe.model.seq_length:
-            return None
-        return window
 
     # Input of a linear layer.
 
