@@ -53,9 +53,9 @@ def run(argv: list[str]) -> int:
     limit = integer_option(arguments, "--samples", 1)
     found = load_model(arguments)
     # Imported late: a wrong argument is an error before torch is loaded.
-    from fp8cfg.training.finished_run import held_out, held_out_loss
+    from fp8cfg.training.finished_run import held_out_loss, load_held_out
 
-    samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
+    samples = load_held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
     if not len(samples):
         raise ConfigError(
             f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens"
@@ -81,10 +81,10 @@ def run(argv: list[str]) -> int:
 
 def _samples_of(recipe: Recipe, path: str) -> Samples:
     """Loads all samples at `path`. Raises ConfigError with the option instead of the key."""
-    from fp8cfg.training.finished_run import samples_of
+    from fp8cfg.training.finished_run import load_samples
 
     try:
-        return samples_of(recipe, path)
+        return load_samples(recipe, path)
     except ConfigError as e:
         raise ConfigError([_of_option(problem, path) for problem in e.problems]) from None
 

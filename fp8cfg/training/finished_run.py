@@ -39,7 +39,7 @@ class HeldOutLoss:
     targets: int
 
 
-def held_out(recipe: Recipe) -> Samples:
+def load_held_out(recipe: Recipe) -> Samples:
     """Loads the held-out data of a recipe. Raises ConfigError if it has none."""
     _, samples = run_data(recipe)
     if samples is None:
@@ -49,7 +49,7 @@ def held_out(recipe: Recipe) -> Samples:
     return samples
 
 
-def samples_of(recipe: Recipe, path: str) -> Samples:
+def load_samples(recipe: Recipe, path: str) -> Samples:
     """Loads all samples of a file or folder, with the data settings of a recipe.
 
     Args:
@@ -76,7 +76,7 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
 
     Args:
         run: Model of a run.
-        samples: Data from `held_out` or `samples_of`.
+        samples: Data from `load_held_out` or `load_samples`.
         limit: Number of evenly spread samples to use. None uses all.
 
     Raises:
@@ -85,18 +85,22 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
     """
     device = next(run.model.parameters()).device
     batch_size = run.recipe.trainer.micro_batch_size
-    indices = samples.spread(min(limit or len(samples), len(samples)))
-    total, num_targets = 0.0, 0
+    count = len(samples)
+    if limit is not None:
+        count = min(limit, count)
+    indices = samples.spread(count)
+    total_loss = 0.0
+    num_targets = 0
     try:
         with run.autocast():
             # The loss of a batch is a mean, so it is weighted by its number of targets.
-            for begin in range(0, len(indices), batch_size):
-                arrays = samples.read(indices[begin : begin + batch_size])
+            for start in range(0, len(indices), batch_size):
+                arrays = samples.read(indices[start : start + batch_size])
                 batch = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-                count = int((batch[1] != IGNORED).sum())
+                targets_of_batch = int((batch[1] != IGNORED).sum())
                 loss = run.model(*(tensor.to(device) for tensor in batch))
-                total += loss.item() * count
-                num_targets += count
+                total_loss += loss.item() * targets_of_batch
+                num_targets += targets_of_batch
     except DataError as error:
         raise ConfigError(f"data={run.recipe.data.name}: {error}") from None
     if num_targets == 0:
@@ -104,7 +108,7 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
             f"data={run.recipe.data.name}: no token of these {len(indices)} samples has a loss;"
             " evaluate other data"
         )
-    return HeldOutLoss(total / num_targets, num_targets)
+    return HeldOutLoss(total_loss / num_targets, num_targets)
 
 
 def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
@@ -120,17 +124,20 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
     """
     data = run.recipe.data
     if not path:
-        path = BYTES if data.tokenizer == BYTES else chosen_tokenizer(run.recipe)
+        path = chosen_tokenizer(run.recipe)
+        if data.tokenizer == BYTES:
+            path = BYTES
     if path is None and data.name == "tokens":
         raise ConfigError(
             "--tokenizer: the run was trained on token files, which do not store their"
             " tokenizer; pass a tokenizer.json, its folder, or --tokenizer bytes"
         )
     tokenizer = named_tokenizer(None if path == BYTES else path)
-    if run.tokenizer_sha256 not in (None, tokenizer.sha256):
+    expected_sha256 = run.tokenizer_sha256
+    if expected_sha256 is not None and tokenizer.sha256 != expected_sha256:
         raise ConfigError(
             f"{path or 'bytes'}: not the tokenizer of the run, with sha256"
-            f" {run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}..."
+            f" {expected_sha256[:16]}..."
         )
     if tokenizer.size > run.recipe.model.vocab_size:
         raise ConfigError(

@@ -19,7 +19,7 @@ from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.training import memory_measurement, trained_model
 from fp8cfg.training.evaluation import evaluate, validation_batches
-from fp8cfg.training.finished_run import held_out, held_out_loss, sample
+from fp8cfg.training.finished_run import held_out_loss, load_held_out, sample
 from fp8cfg.training.trained_model import in_precision, load, open_newest_checkpoint
 from tests.support.small import small
 from tests.support.verbs import refused
@@ -119,14 +119,14 @@ def test_the_loss_is_that_of_the_validation_of_the_run(run: Path) -> None:
         if "val_loss" in line
     ]
     found = load(run, print)
-    assert held_out_loss(found, held_out(found.recipe)).loss == pytest.approx(
+    assert held_out_loss(found, load_held_out(found.recipe)).loss == pytest.approx(
         recorded[-1], rel=2e-3
     )  # which has whole batches alone
     job = fp8cfg.build(small("precision=bf16"))
     plain = in_precision(found, "bf16", print)
     job.model.load_state_dict(plain.model.state_dict())
-    batches = validation_batches(plain.recipe, held_out(found.recipe), World())
-    assert held_out_loss(plain, held_out(found.recipe)).loss == pytest.approx(
+    batches = validation_batches(plain.recipe, load_held_out(found.recipe), World())
+    assert held_out_loss(plain, load_held_out(found.recipe)).loss == pytest.approx(
         evaluate(job, batches, World()), rel=2e-3
     )
 

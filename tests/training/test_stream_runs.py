@@ -18,7 +18,7 @@ from fp8cfg.data import corpus
 from fp8cfg.planning import smoke
 from fp8cfg.run_folder import metrics_file
 from fp8cfg.training.data import run_data
-from fp8cfg.training.finished_run import held_out, samples_of
+from fp8cfg.training.finished_run import load_held_out, load_samples
 from fp8cfg.training.loop import Interrupted
 from tests.support.ranks import launch
 from tests.support.small import PACKED, SMALL, small
@@ -192,7 +192,7 @@ def test_what_validates_is_not_held_out_of_what_trains(folder: Path) -> None:
         == sum(len(text) + 1 for shard in TEXT for text in shard)
         > len(everything.samples.tokens)
     )
-    assert validation.sha256 == samples_of(small(*plain), f"{folder}/val.jsonl").sha256
+    assert validation.sha256 == load_samples(small(*plain), f"{folder}/val.jsonl").sha256
     with pytest.raises(
         fp8cfg.ConfigError,
         match=r"data=jsonl: validation_path: .*0.jsonl is also a file of data.path; exclude it with a pattern",
@@ -221,8 +221,8 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
     with pytest.raises(
         fp8cfg.ConfigError, match=r"this run has no held-out data; pass a text with --data FILE"
     ):
-        held_out(recipe)
-    assert len(samples_of(recipe, f"{folder}/val.jsonl"))
+        load_held_out(recipe)
+    assert len(load_samples(recipe, f"{folder}/val.jsonl"))
     with pytest.raises(
         fp8cfg.ConfigError,
         match=r"trainer.val_check_interval=3: a stream has no held-out part; set data.validation_path, or set it to 0",
