@@ -107,14 +107,14 @@ def neighbors(strategy: Strategy, rank: int, ranks: int, limit: int = 8) -> list
         ranks: The number of ranks.
         limit: Most ranks of each ring. The default is the number of GPUs in a machine.
     """
-    positions = [coordinates(strategy, other, ranks) for other in range(ranks)]
+    positions = [coordinates(strategy, peer, ranks) for peer in range(ranks)]
     chosen: set[int] = set()
     for ring_axes in (("pp",), SAME_PARAMETERS, ("tp",)):
         fixed_axes = [axis for axis in AXES if axis not in ring_axes]
         ring = []
-        for other, position in enumerate(positions):
+        for peer, position in enumerate(positions):
             if all(position[axis] == positions[rank][axis] for axis in fixed_axes):
-                ring.append(other)
+                ring.append(peer)
         index = ring.index(rank)
         # From the next rank on, around the ring.
         following = ring[index + 1 :] + ring[:index]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Signature(NamedTuple):
-    """Top-level keys of a project's files: all of `every` and at least one of `some`."""
+    """Top-level keys of a project's files: all of `required` and at least one of `distinctive`."""
 
     project: str
-    every: frozenset[str]
-    some: frozenset[str]
+    required: frozenset[str]
+    distinctive: frozenset[str]
     verb: str | None = None
     """Name of the project in `fp8cfg import`. None without an importer."""
 
@@ -95,7 +95,7 @@ def matching(keys: Iterable[str]) -> list[Signature]:
     return [
         signature
         for signature in SIGNATURES
-        if signature.every <= names and not signature.some.isdisjoint(names)
+        if signature.required <= names and not signature.distinctive.isdisjoint(names)
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from fp8cfg.schema.errors import nearest
+from fp8cfg.schema.errors import did_you_mean, nearest
 from fp8cfg.schema.keys import PLUGIN
 from fp8cfg.schema.scalings import SCALINGS
 
@@ -551,7 +551,9 @@ def unknown_lines(key: str, known: Iterable[str], value: object) -> list[str]:
     """
     known = set(known)
     # These keys have a message that is about the whole section.
-    keys_inside = value if isinstance(value, Mapping) else {}
+    keys_inside: Mapping[str, object] = {}
+    if isinstance(value, Mapping):
+        keys_inside = value
     has_own_message = (
         key.rpartition(".")[2] in CODE_KEYS
         or key == "hydra"
@@ -630,25 +632,27 @@ def _hint(key: str, known: set[str]) -> str:
     """Returns the end of a message about a key without a table entry: the nearest keys."""
     leaf = key.rsplit(".", 1)[-1]
     parent = key.removesuffix(leaf)
-    same_leaf = sorted(other for other in known if other.rsplit(".", 1)[-1] == leaf)
+    same_leaf = sorted(name for name in known if name.rsplit(".", 1)[-1] == leaf)
     if len(same_leaf) > 1:
         return f"; did you mean one of {', '.join(same_leaf)}?"
     if parent:
-        siblings = {other for other in known if other.startswith(parent)}
+        siblings = {name for name in known if name.startswith(parent)}
     else:
-        siblings = {other for other in known if "." not in other}
+        siblings = {name for name in known if "." not in name}
     # From the surest guess to the weakest: the right name in another node, a typo anywhere, a similar
     # name in the same node, a similar name anywhere.
-    near = (
-        next(iter(same_leaf), None)
-        or nearest(key, known, _TYPO_CUTOFF)
-        or _nearest_leaf(leaf, siblings, 0.6)
-        or _nearest_leaf(leaf, known, 0.7)
-    )
-    if near:
-        return f"; did you mean {near!r}?"
+    if same_leaf:
+        suggestion: str | None = same_leaf[0]
+    else:
+        suggestion = (
+            nearest(key, known, _TYPO_CUTOFF)
+            or _nearest_leaf(leaf, siblings, 0.6)
+            or _nearest_leaf(leaf, known, 0.7)
+        )
+    if suggestion:
+        return did_you_mean(suggestion)
     if parent and 0 < len(siblings) <= 16:
-        names = sorted(other.removeprefix(parent) for other in siblings)
+        names = sorted(name.removeprefix(parent) for name in siblings)
         return f"; {parent[:-1]} has {', '.join(names)}"
     return ""
 
@@ -658,4 +662,6 @@ def _nearest_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
     # Reversed, so that of several keys with one last part the first in order wins.
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in sorted(known, reverse=True)}
     match = nearest(leaf, by_leaf, cutoff)
-    return by_leaf[match] if match else None
+    if match is None:
+        return None
+    return by_leaf[match]

@@ -33,8 +33,8 @@ def short(key: str) -> str:
 
 def full(key: str) -> str:
     """Returns the full name of a key: `trainer.plugins.fp8.margin` for `fp8.margin`."""
-    head, dot, rest = key.partition(".")
-    return ALIASES.get(head, head) + dot + rest
+    head, dot, path = key.partition(".")
+    return ALIASES.get(head, head) + dot + path
 
 
 _RECORD = "_preset_keys"

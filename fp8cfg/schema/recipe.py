@@ -240,9 +240,9 @@ def differences(a: Node, b: Node) -> Differences:
     """Returns the keys in which two recipes differ, in the order of the schema."""
     # Both are recipes, so their leaves are the same keys in the same order.
     different = Differences()
-    for leaf, other in zip(leaves(a), leaves(b), strict=True):
-        if leaf.value != other.value:
-            different[leaf.key] = (leaf.value, other.value)
+    for first, second in zip(leaves(a), leaves(b), strict=True):
+        if first.value != second.value:
+            different[first.key] = (first.value, second.value)
     return different
 
 

@@ -563,8 +563,8 @@ def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
             ["log.folder"],
         )
     if recipe.trainer.accelerator == "cpu":
-        why = " with trainer.accelerator=cpu: it records GPU memory"
-        yield from idle(log, ("memory_snapshot",), why, "trainer.accelerator")
+        reason = " with trainer.accelerator=cpu: it records GPU memory"
+        yield from idle(log, ("memory_snapshot",), reason, "trainer.accelerator")
     if log.profile and log.profile[1] > max_steps:
         first, last = log.profile
         yield Violation(

@@ -63,8 +63,8 @@ def print_sections(sections: Sequence[Section]) -> None:
         rules.rule(f"[bold]{section.title}", align="left", style="dim")
         for block in section.blocks:
             if isinstance(block, Table):
-                head, _, rest = block.partition("\n")
-                console.print(Text(head, style="bold"), Text(f"\n{rest}"), sep="")
+                header, _, rows = block.partition("\n")
+                console.print(Text(header, style="bold"), Text(f"\n{rows}"), sep="")
             else:
                 print(colored(block, sys.stdout))
         console.print()
