@@ -133,7 +133,9 @@ def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]
                 f" {describe_gpu(hardware)}; {EMULATE}, or precision={preset}",
             )
         ]
-    if capability < scaling.min_capability or (scaling.unsupported_from and capability >= scaling.unsupported_from):
+    if capability < scaling.min_capability or (
+        scaling.unsupported_from and capability >= scaling.unsupported_from
+    ):
         return [
             Violation(
                 f"fp8.scaling={fp8.scaling}",
