@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends.any_model.module_swap import linear_with, replaced
+from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
 from fp8cfg.numerics.codecs import get_codec
@@ -86,7 +86,7 @@ def hold(
             high = FP8Linear.from_linear(
                 layer, Scaling(kind="current"), region, high_precision=(True, True, True)
             )
-            replaced(model, planned.name, high)
+            replace_module(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
             layer.store_in_codec(get_codec(named["weight"]), DTYPES[compute])
@@ -118,7 +118,7 @@ def shard_in_codec(
                 layer = FP8Linear.from_linear(
                     layer, Scaling(kind="current"), region, high_precision=(True, True, True)
                 )
-                replaced(model, planned.name, layer)
+                replace_module(model, planned.name, layer)
             shard_in_fp8(layer, get_codec(named["weight"]))
     model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
 
@@ -132,7 +132,7 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
         if isinstance(layer, CodecLayer):
             weight_storage.remove_codec(layer, _decoded(layer, dtype))
         elif isinstance(layer, FP8Linear) and layer.codec:
-            replaced(model, name, linear_with(_decoded(layer, dtype), layer.bias))
+            replace_module(model, name, linear_with(_decoded(layer, dtype), layer.bias))
         for key, hook in list(layer._forward_hooks.items()):
             if isinstance(hook, partial) and hook.func is _cast_output:
                 del layer._forward_hooks[key]

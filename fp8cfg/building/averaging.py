@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends.any_model.linear_like import shells
+from fp8cfg.backends.any_model.linear_like import original_modules
 from fp8cfg.building.first_weights import make_adapters
 from fp8cfg.building.job import Job
 from fp8cfg.building.model import make_transformer
@@ -63,7 +63,7 @@ class Average:
         weights = float32_weights(self.job)
         # Converted Conv1D and 1x1 convolutions have [out, in] weights. The plain copy has the
         # original layout.
-        for name, (module, layout) in shells(self.job.model).items():
+        for name, (module, layout) in original_modules(self.job.model).items():
             weights[f"{name}.weight"] = layout.weight(module, weights[f"{name}.weight"])
         return weights
 

@@ -185,7 +185,7 @@ def _convert(
         assert isinstance(model, Transformer)
         fill(model.to_empty(device=plan.hardware.device))
     # Conv1D and 1x1 convolutions are replaced by nn.Linear, which backends can convert.
-    shells = linear_like.to_linear(model, gemms)
+    layouts = linear_like.to_linear(model, gemms)
     # Convolutions in high precision stay convolutions.
     gemms = [linear for linear in gemms if isinstance(model.get_submodule(linear.name), nn.Linear)]
     # References to the float32 tensors. The conversion below gives the parameters new storage.
@@ -226,7 +226,7 @@ def _convert(
     stored_weights.cast_parameters(model, cast_columns)
     if mixes_dtypes and state.other["weight"] != precision.compute:
         stored_weights.embed_in(model, compute)
-    linear_like.attach(model, shells)
+    linear_like.attach_layouts(model, layouts)
     if shard_mesh is not None:
         assert isinstance(model, Transformer)
         fsdp.apply_fsdp(model, state, shard_mesh, DTYPES[state.other["weight_grad"]])

@@ -29,7 +29,7 @@ from fp8cfg.backends.any_model.checks import StepWatch
 from fp8cfg.backends.any_model.conversion_state import PLANNED, converted, mark, unmark
 from fp8cfg.backends.any_model.eligibility import beside, layer_lists, plan_model
 from fp8cfg.backends.any_model.linear_like import layout_of
-from fp8cfg.backends.any_model.module_swap import replaced
+from fp8cfg.backends.any_model.module_swap import replace_module
 from fp8cfg.backends.autocast import AutocastContext
 from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
@@ -316,13 +316,13 @@ def convert_model(
     plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit, linear, norms)
     # Backends replace nn.Linear only. Conv1D and 1x1 convolutions become nn.Linear first, and
     # `attach` restores their state-dict layout afterwards.
-    shells = linear_like.to_linear(whole, plan)
+    originals = linear_like.to_linear(whole, plan)
     try:
         registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
     except ConfigError:
-        linear_like.back(whole, shells)
+        linear_like.restore_modules(whole, originals)
         raise
-    linear_like.attach(whole, shells)
+    linear_like.attach_layouts(whole, originals)
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
     conversion_state.watch(whole)
@@ -356,7 +356,7 @@ def convert_back(model: nn.Module) -> nn.Module:
         )
     holder = nn.Module()
     holder.model = model
-    shells = linear_like.shells(holder)
+    originals = linear_like.original_modules(holder)
     dtype = _plain_dtype(model)
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
@@ -368,10 +368,10 @@ def convert_back(model: nn.Module) -> nn.Module:
                     "weight"
                 ):
                     plain.weight.data = plain.weight.data.to(dtype)
-                replaced(holder, name, plain)
+                replace_module(holder, name, plain)
     unmark(holder)
     checks.unwatch(holder)
-    linear_like.back(holder, shells)
+    linear_like.restore_modules(holder, originals)
     return holder.model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8cfg.backends.any_model.module_swap import replaced
+from fp8cfg.backends.any_model.module_swap import replace_module
 
 TE = (
     "backend=te",
@@ -74,7 +74,7 @@ def backend() -> Any:
 def restore(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if (plain := backend().plain(module)) is not None:
-            replaced(model, name, plain)
+            replace_module(model, name, plain)
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,8 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 from fp8cfg.backends import registry
 from fp8cfg.backends.any_model import conversion_state
 from fp8cfg.backends.any_model.conversion_state import REASON, multiplied
-from fp8cfg.backends.any_model.linear_like import as_linear, layout_of, name_in, planned_as
+from fp8cfg.backends.any_model.linear_like import as_linear, layout_of, plan_stand_ins
 from fp8cfg.backends.any_model.module_swap import casts_of, differs
+from fp8cfg.backends.any_model.packed_projection import packed_name
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -231,12 +232,12 @@ def plan_model(
             "fp8.dot_product_attention=true: has no effect on a custom model, whose attention"
             " stays as it is"
         )
-    stand_ins = planned_as(model, fp8.enabled)
+    stand_ins = plan_stand_ins(model, fp8.enabled)
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         if isinstance(layer := stand_ins.get(name, module), nn.Linear):
             found[name] = layer
-        elif (packed := name_in(name)) in stand_ins:
+        elif (packed := packed_name(name)) in stand_ins:
             found[packed] = stand_ins[packed]
     refuse_if(_not_linear(linear, found.values()))
     ends = ("high_precision_at_start", "high_precision_at_end")
@@ -255,14 +256,16 @@ def plan_model(
     owners = {
         id(m): parent
         for name, parent in model.named_modules()
-        if name_in(name) not in stand_ins
+        if packed_name(name) not in stand_ins
         for m in parent.children()
     }
     odd = _adapters(found, fp8) | {
         name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))
     }
     planned = [
-        m for name, m in model.named_modules() if name in stand_ins or name_in(name) in stand_ins
+        m
+        for name, m in model.named_modules()
+        if name in stand_ins or packed_name(name) in stand_ins
     ]
     other = sorted({part.reason for part in unwatched(model, planned)})
     return plan_linears(

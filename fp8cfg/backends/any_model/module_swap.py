@@ -211,7 +211,7 @@ _CLASS = "carried_class"
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
-def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Replaces a module under all its names in a model.
 
     The new module gets the training flag, hooks and user attributes of the old one. An FP8 layer

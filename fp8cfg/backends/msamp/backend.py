@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.backends.any_model.conversion_state import count
-from fp8cfg.backends.any_model.module_swap import linear_with, replaced
+from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import GEMMS, HIGH_PRECISION, Kinds, PlannedLinear
 from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.stored_weights import shared_weights
@@ -99,7 +99,7 @@ def convert(
         formats = {key: (meta.qtype.name, meta.window_size) for key, meta in metas.items()}
         same("FP8Linear", _META_FORMATS, formats)
         layer.watch(region, compute)
-        replaced(model, name, layer)
+        replace_module(model, name, layer)
 
 
 def _check_supported(model: nn.Module, names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.any_model.module_swap import linear_with, replaced
+from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -70,7 +70,7 @@ def convert(
             read_as=compute if fp8.params else None,
         )
         layer.keeps_transpose = fp8.keep_transpose_cache
-        replaced(model, planned.name, layer)
+        replace_module(model, planned.name, layer)
         if fp8_gather and linear.weight not in shared:
             shard_in_fp8(layer)
     # Loading replaces float32 shards. Their FP8 copies must follow before the next gather.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends.any_model.module_swap import replaced
+from fp8cfg.backends.any_model.module_swap import replace_module
 from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, Kinds, plan_attention
 from fp8cfg.backends.te.engine_builder import check_fields
 from fp8cfg.backends.te.layers import format_of, te_autocast
@@ -183,7 +183,7 @@ def convert_attention(model: nn.Module, fp8: FP8, te: Any, recipe: Any) -> None:
     for name, planned in zip(names, plan_attention(fp8, len(names)), strict=True):
         if any(planned.gemms):
             attention = _te_attention(model.get_submodule(name), te, recipe)
-            replaced(model, f"{name}.core_attention", attention)
+            replace_module(model, f"{name}.core_attention", attention)
 
 
 def _te_attention(attention: Any, te: Any, recipe: Any) -> TEAttention:

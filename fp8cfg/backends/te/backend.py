@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.any_model.module_swap import linear_with, replaced
+from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import PlannedLinear, is_excluded
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
@@ -71,7 +71,7 @@ def convert(
         if planned.fp8:
             linear = model.get_submodule(planned.name)
             assert isinstance(linear, nn.Linear)
-            replaced(model, planned.name, TELinear(linear))
+            replace_module(model, planned.name, TELinear(linear))
     if fp8.dot_product_attention:
         attention.convert_attention(model, fp8, te, builder.recipe)
     fuse(model, builder)
@@ -83,7 +83,7 @@ def convert(
             continue
         norm = _te_norm(module, te)
         if norm is not None:
-            replaced(model, name, TENorm(module, norm))
+            replace_module(model, name, TENorm(module, norm))
     watch_ranges(_engines(model))
 
 
@@ -154,7 +154,7 @@ def _fuse_norm(model: nn.Module, name: str, linear: Any, builder: EngineBuilder)
         eps=norm.eps,
         normalization="RMSNorm",
     )
-    replaced(model, name, fused_norm)
+    replace_module(model, name, fused_norm)
 
 
 def _fuse_mlp(model: nn.Module, prefix: str, layer: Any, builder: EngineBuilder) -> None:
@@ -179,8 +179,8 @@ def _fuse_mlp(model: nn.Module, prefix: str, layer: Any, builder: EngineBuilder)
         normalization="RMSNorm",
         activation="swiglu",
     )
-    replaced(model, f"{prefix}pre_mlp_layernorm", fused_norm)
-    replaced(model, f"{prefix}mlp", TEMLP(layer.mlp, fc1, fc2))
+    replace_module(model, f"{prefix}pre_mlp_layernorm", fused_norm)
+    replace_module(model, f"{prefix}mlp", TEMLP(layer.mlp, fc1, fc2))
 
 
 def _can_fuse(norm: Any, *linears: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8cfg.backends.any_model.module_swap import replaced
+from fp8cfg.backends.any_model.module_swap import replace_module
 from fp8cfg.backends.te.attention import TEAttention
 from fp8cfg.backends.te.engine_builder import EngineBuilder, check_fields
 from fp8cfg.backends.te.layers import TEMLP, TELinear, TENorm, has_custom_forward, is_observed
@@ -259,10 +259,10 @@ def convert_decoder(model: nn.Module, name: str, layer: Any, builder: EngineBuil
         },
         norm_options | {"activation": "swiglu"},
     )
-    replaced(layer, "input_layernorm", input_norm)
-    replaced(layer, "pre_mlp_layernorm", mlp_norm)
-    replaced(layer, "mlp", TEMLP(layer.mlp, fc1, fc2))
-    replaced(model, name, TEDecoderLayer(layer, module))
+    replace_module(layer, "input_layernorm", input_norm)
+    replace_module(layer, "pre_mlp_layernorm", mlp_norm)
+    replace_module(layer, "mlp", TEMLP(layer.mlp, fc1, fc2))
+    replace_module(model, name, TEDecoderLayer(layer, module))
 
 
 def describe_decoder_layers(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,7 @@ from torchao.prototype.mx_formats.config import (
 )
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from fp8cfg.backends.any_model.module_swap import linear_with, replaced
+from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import GEMMS, HIGH_PRECISION, Kinds, PlannedLinear
 from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.stored_weights import shared_weights
@@ -77,7 +77,7 @@ def convert(
         make = make_layer if linear.weight in shared else make_gathered_layer
         layer = make(linear)
         layer.watch(region)
-        replaced(model, planned.name, layer)
+        replace_module(model, planned.name, layer)
     if fp8_gather:
         model.register_load_state_dict_post_hook(
             lambda *_: precompute_float8_dynamic_scale_for_fsdp(model)
