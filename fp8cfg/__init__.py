@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from fp8cfg.execution.slurm import SlurmExecutor as SlurmExecutor
     from fp8cfg.numerics.statistics import collect_statistics as collect_statistics
     from fp8cfg.planning.coverage import coverage as coverage
+    from fp8cfg.planning.plan_recipe import plan as plan
     from fp8cfg.planning.plan_report import PlanReport
-    from fp8cfg.planning.plan_report import plan as plan
     from fp8cfg.report.key_explanation import Explanation as Explanation
     from fp8cfg.report.key_explanation import explain as explain
     from fp8cfg.run_folder.run_folder import RunFolder as RunFolder
@@ -140,7 +140,8 @@ if not TYPE_CHECKING:
         "fp8cfg.building.job": "Job",
         "fp8cfg.planning.coverage": "coverage",
         "fp8cfg.report.key_explanation": "Explanation explain",
-        "fp8cfg.planning.plan_report": "Plan plan",
+        "fp8cfg.planning.plan_report": "Plan",
+        "fp8cfg.planning.plan_recipe": "plan",
         "fp8cfg.training.step_report": "Callback",
         "fp8cfg.run_folder.run_folder": "RunFolder",
         "fp8cfg.studies.parity": "parity",

@@ -55,6 +55,7 @@ WITHOUT_TORCH = [
     "studies.parity_page",
     "studies.run_data",
     "models.config",
+    "planning.plan_recipe",
     "planning.plan_report",
     "building.builder",
     "building.graph",

@@ -17,12 +17,8 @@ from fp8cfg.planning.coverage import check_min_coverage, min_coverage_problem
 from fp8cfg.planning.fit_search import Fit, append_commands
 from fp8cfg.planning.hardware import GPUS, find_gpu
 from fp8cfg.planning.layout import place_on_gpus, split_into_nodes
-from fp8cfg.planning.plan_report import (
-    PlanReport,
-    check_accelerator,
-    report_plan,
-    report_sections,
-)
+from fp8cfg.planning.plan_recipe import check_accelerator, report_plan
+from fp8cfg.planning.plan_report import PlanReport, report_sections
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.sections import print_sections

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.planning.hardware import GPUS
-from fp8cfg.planning.plan_report import PlanReport, plan
+from fp8cfg.planning.plan_recipe import plan
+from fp8cfg.planning.plan_report import PlanReport
 from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
 from fp8cfg.run_folder.files import RunFolderError, StrangeFile
 from fp8cfg.run_folder.run_folder import RunFolder

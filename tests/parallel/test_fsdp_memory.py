@@ -54,7 +54,7 @@ def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
 
 
 def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.planning import plan_report as planned
+    from fp8cfg.planning import plan_recipe as planned
     from fp8cfg.planning.fit_search import check_memory
     from fp8cfg.planning.fsdp_memory import FsdpSchedule
     from fp8cfg.planning.hardware import find_gpu

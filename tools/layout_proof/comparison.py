@@ -20,7 +20,8 @@ from fp8cfg.parallel.mesh import axis_sizes, coordinates
 from fp8cfg.planning.communication import step_traffic
 from fp8cfg.planning.layout import Part, stage_parts
 from fp8cfg.planning.peak_memory import part_linears, persistent_memory
-from fp8cfg.planning.plan_report import PlanReport, report_plan
+from fp8cfg.planning.plan_recipe import report_plan
+from fp8cfg.planning.plan_report import PlanReport
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import gradient_tensors, persistent_tensors
 from tools.layout_proof.cells import Cell

@@ -19,7 +19,8 @@ import torch
 
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.hardware import gpu_of_device
-from fp8cfg.planning.plan_report import PlanReport, report_plan
+from fp8cfg.planning.plan_recipe import report_plan
+from fp8cfg.planning.plan_report import PlanReport
 from fp8cfg.run_folder.file_names import LOGGERS, PLAN, RECIPE, SOURCES
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.metrics_file import Value
