@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.run_folder.file_names import METRICS
 from fp8cfg.run_folder.files import RunFiles
 
 Value = float | int | str | bool | None
@@ -43,6 +44,30 @@ def read_metrics(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]
         for number, line in enumerate(complete_lines(file), 1):
             rows.append(parse_line(f"{full_path}:{number}", line))
     return rows
+
+
+def read_history(files: RunFiles) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl with one row per optimizer step.
+
+    Args:
+        files: The run folder.
+
+    Returns:
+        The rows in order of steps. A row has "step" and the metrics of this step, also those of an
+        evaluation or a save after it. Empty without a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is damaged.
+    """
+    if not files.kind(METRICS):
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(files, METRICS):
+        step = row["step"]
+        assert isinstance(step, int)
+        rows.setdefault(step, {}).update(row)
+    return [rows[step] for step in sorted(rows)]
 
 
 def to_json_value(value: Value) -> Value:

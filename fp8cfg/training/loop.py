@@ -42,8 +42,7 @@ from fp8cfg.optim.lr_schedule import Schedule
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.file_names import CHECKPOINTS
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.metrics_file import Value
-from fp8cfg.run_folder.summary import read_history
+from fp8cfg.run_folder.metrics_file import Value, read_history
 from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled, wrapped
