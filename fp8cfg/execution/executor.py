@@ -105,8 +105,8 @@ class TorchrunExecutor:
         """
         if command.nodes > 1 and not command.smoke:
             raise ConfigError(
-                f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; set it to 1, or"
-                " use SlurmExecutor"
+                f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; set it to"
+                " 1, or use SlurmExecutor"
             )
         num_ranks = str(self.ranks or command.ranks)
         # This module's own main function, see the end of the file.

@@ -357,7 +357,7 @@ class RunFolder:
             self.files.replace(f"recipe-until-step-{step}.yaml", text.encode())
 
     def forget_recipes(self, step: int) -> None:
-        """Deletes past recipes that ended at `step` or later, before the run resumes from `step`."""
+        """Deletes past recipes that ended at `step` or later. The run resumes from `step`."""
         with convert_write_errors(self.path):
             for last, name in self._past_names():
                 if last >= step:

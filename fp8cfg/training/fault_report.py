@@ -107,7 +107,8 @@ class Fault:
             )
         return (
             f"first out of range: {name} ({place}), its largest value {tensor.largest:.4g} is"
-            f" {tensor.range_used:.3g} times what FP8 can represent, {_scale_text(tensor, self.backend)}"
+            f" {tensor.range_used:.3g} times what FP8 can represent,"
+            f" {_scale_text(tensor, self.backend)}"
         )
 
     def _samples_line(self) -> str:

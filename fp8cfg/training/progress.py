@@ -1,6 +1,7 @@
 """Progress of a run: a live line on a terminal, plain lines, or JSON. Loads no torch.
 
-`Progress` gets rows as in metrics.jsonl, from the training loop or from the file itself (`fp8cfg watch`).
+`Progress` gets rows as in metrics.jsonl, from the training loop or from the file itself (`fp8cfg
+watch`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Peak:
 def peak_speed(recipe: Recipe, gpus: Sequence[str], ranks: int) -> Peak | None:
     """Returns the peak speed of a recipe's Transformer.
 
-    The peak is the dense one of precision.compute on the tensor cores, also for layers in FP8. So the
+    The peak is the dense peak of precision.compute on the tensor cores, also for FP8 layers. So the
     share of peak is the model FLOPs utilization (MFU), without recomputation.
 
     Args:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -588,20 +588,38 @@ def load_microbatches(
         return (Microbatch(load(index), equal_shares, 1.0) for index in indices), None
 
     loaded = [load(index) for index in range(num_microbatches)]
-    targets = [count_local_targets(job, tensors[1]) for tensors in loaded]
-    targets_of_rank = float(sum(targets))
+    return weight_by_targets(job, loaded, step, world)
+
+
+def weight_by_targets(
+    job: Job, loaded: Sequence[tuple[Tensor, ...]], step: int, world: World
+) -> tuple[list[Microbatch], Tensor | None]:
+    """Weights each microbatch of masked data by its number of targets.
+
+    Arguments, results and errors as in `load_microbatches`.
+
+    Args:
+        job: The job.
+        loaded: Tensors of this rank's microbatches.
+        step: Number of the step, counted from 0.
+        world: Ranks of the run.
+    """
+    counts = [count_local_targets(job, tensors[1]) for tensors in loaded]
+    targets_of_rank = float(sum(counts))
+    microbatches = []
     if world.size == 1:
         if not targets_of_rank:
             refuse_without_targets(job.recipe.data.name, step + 1)
-        microbatches = []
-        for tensors, count in zip(loaded, targets, strict=True):
+        for tensors, count in zip(loaded, counts, strict=True):
             inverse_weight = math.inf  # a microbatch without targets has the weight 0
             if count:
                 inverse_weight = targets_of_rank / count
             microbatches.append(Microbatch(tensors, inverse_weight, 1 / inverse_weight))
         return microbatches, None
 
-    # The sum stays on the device: with a Python number the host would wait for all ranks.
+    # The sum stays on the device: with a Python number the host would wait for all ranks. Ranks
+    # with the same tokens count the same targets.
+    num_shares = count_batch_shares(job.recipe.trainer.strategy, world)
     total = torch.full((), targets_of_rank, dtype=torch.float64, device=job.device)
     total = world.sum(total) * num_shares / world.size
     total_on_device = None
@@ -611,8 +629,7 @@ def load_microbatches(
         total_on_device = total
     elif not total:
         refuse_without_targets(job.recipe.data.name, step + 1)
-    microbatches = []
-    for tensors, count in zip(loaded, targets, strict=True):
+    for tensors, count in zip(loaded, counts, strict=True):
         share_count = total / count
         microbatches.append(Microbatch(tensors, share_count, (1 / share_count).float()))
     return microbatches, total_on_device
