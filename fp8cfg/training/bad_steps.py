@@ -1,4 +1,4 @@
-"""Bad steps: which they are, and what the run does about them (trainer.on_bad_step).
+"""Bad steps: how a run finds them, and what it does about them (trainer.on_bad_step).
 
 A step is bad if its loss or its gradients are not finite, or if its loss spikes: it is more than
 trainer.spike_factor times the median of the losses before it. Under fp16 the loss scale handles

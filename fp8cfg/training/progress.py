@@ -150,7 +150,7 @@ class Progress:
             self.update(steps[-1])
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Shows a validation loss. Plain lines have it as a message of its own."""
+        """Shows a validation loss. With plain lines the training loop prints it."""
         self._val_loss = loss
         if self.kind == "json":
             self._print_json({"step": step, "max_steps": self.max_steps, "val_loss": loss})

@@ -60,7 +60,7 @@ def refuse_missing(recipe: Recipe) -> None:
 
 
 class LoggerThread:
-    """Calls one logger in a thread of its own.
+    """Calls one logger in a separate thread.
 
     Args:
         name: Name in log.loggers.
