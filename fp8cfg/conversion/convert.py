@@ -27,7 +27,7 @@ from fp8cfg.backends import registry, stored_weights
 from fp8cfg.backends.any_model import checks, conversion_state, linear_like
 from fp8cfg.backends.any_model.checks import StepWatch
 from fp8cfg.backends.any_model.conversion_state import PLANNED, converted, mark, unmark
-from fp8cfg.backends.any_model.eligibility import beside, layer_lists, plan_model
+from fp8cfg.backends.any_model.eligibility import layer_lists, other_parameters, plan_model
 from fp8cfg.backends.any_model.linear_like import layout_of
 from fp8cfg.backends.any_model.module_swap import replace_module
 from fp8cfg.backends.autocast import AutocastContext
@@ -269,7 +269,7 @@ class Conversion:
 
     def __str__(self) -> str:
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
-        return f"{backend}\n{coverage_of_layers(self.plan, beside(self.model), self.fp8)}"
+        return f"{backend}\n{coverage_of_layers(self.plan, other_parameters(self.model), self.fp8)}"
 
     __repr__ = __str__
 

@@ -428,7 +428,7 @@ def _custom_model_coverage(
         left_out = products_left_out(observed.get(linear.name, {}), frozen, trained)
         rows = conversion_state.multiplied(layer)
         linears.append(replace(linear, rows=rows, left_out=left_out))
-    return coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
+    return coverage_of_layers(linears, eligibility.other_parameters(model), recipe.fp8)
 
 
 def coverage(model: nn.Module) -> Coverage:
@@ -443,11 +443,11 @@ def coverage(model: nn.Module) -> Coverage:
     """
     from torch import nn
 
-    from fp8cfg.backends.any_model.eligibility import beside, observed
+    from fp8cfg.backends.any_model.eligibility import observed_gemms, other_parameters
 
     expect("coverage", model, nn.Module, "a torch.nn.Module, such as job.model")
-    linears, attentions = observed(model)
-    return Coverage(linears, attentions, 0.0, "high precision", beside(model))
+    linears, attentions = observed_gemms(model)
+    return Coverage(linears, attentions, 0.0, "high precision", other_parameters(model))
 
 
 def warn_of_low_coverage(model: nn.Module, observed: Coverage) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends import registry
-from fp8cfg.backends.any_model.eligibility import beside, layer_lists, plan_model
+from fp8cfg.backends.any_model.eligibility import layer_lists, other_parameters, plan_model
 from fp8cfg.backends.any_model.linear_like import CONV1D, layout_of
 from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -195,7 +195,7 @@ def advise_model(
         fp8 = convert.checked(changed, model).fp8
         # The limits of the native backend, because the errors are measured with its numerics.
         plan = plan_model(model, fp8, registry.rules(registry.REFERENCE).misfit)
-        return coverage_of_layers(plan, beside(model), fp8)
+        return coverage_of_layers(plan, other_parameters(model), fp8)
 
     device = next((p.device.type for p in model.parameters()), "cpu")
     hardware, where = _find_hardware(gpu, "cuda" if device == "cuda" else "cpu")
