@@ -191,7 +191,7 @@ class JobAutocast:
             """Makes a new context at each entry, so one object can be entered again."""
             self.check_frozen()
             if self.has_fp8_layers():
-                checks.entered(model, enabled)
+                checks.note_context(model, enabled)
             return autocast(backend, model, enabled, self.torch_dtype)
 
         return AutocastContext(enter)

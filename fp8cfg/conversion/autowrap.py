@@ -130,7 +130,7 @@ class PassHooks:
             return
         # If all open passes were entered by this hook, an earlier call never left its pass. Torch
         # calls no forward hook after Ctrl-C, because KeyboardInterrupt is not an Exception.
-        if len(self.entered) == converted(model).under_way:
+        if len(self.entered) == converted(model).open_passes:
             self._close()
         context = _pass(model, self.recipe)
         context.__enter__()
@@ -153,7 +153,7 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
     """Enters a forward pass of `model`. A nested call belongs to the outer pass."""
     state = converted(model)
     refuse_if(_other(state.fp8, recipe.fp8))
-    if not state.under_way:
+    if not state.open_passes:
         if state.forward_passes and not state.proved:
             prove(model, state.plan, state.choice, recipe.fp8)
             state.proved = True
@@ -164,12 +164,12 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
                 state.step(model)
             state.forward_passes += 1
     enabled = model.training or use_during_eval or recipe.fp8.use_autocast_during_eval
-    state.under_way += 1
+    state.open_passes += 1
     try:
         with state.autocast(model, enabled):
             yield
     finally:
-        state.under_way -= 1
+        state.open_passes -= 1
 
 
 def _other(built: FP8, asked: FP8) -> list[str]:

@@ -192,7 +192,7 @@ class Conversion:
         backend = registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
-            checks.entered(self.model, enabled)
+            checks.note_context(self.model, enabled)
             if (
                 enabled
                 and self._rolls
@@ -201,7 +201,7 @@ class Conversion:
             ):
                 weights: list[Any] = [m.weight for m in self.model.modules() if PLANNED in vars(m)]
                 self._watch = self._watch or StepWatch(weights)
-                self._watch.entered(converted(self.model).steps)
+                self._watch.begin_pass(converted(self.model).steps)
             return backend.autocast(self.model, enabled)
 
         return AutocastContext(entered)

@@ -471,9 +471,9 @@ def warn_of_low_coverage(model: nn.Module, observed: Coverage) -> None:
         elif any(kinds is not None for kinds in linear.gemms):
             linears.append(_with_planned_gemms(linear, planned[linear.name]))
     line = replace(observed, linears=linears).low_share_warning
-    if line and not state.share_said:
+    if line and not state.coverage_reported:
         warnings.warn(line, RuntimeWarning, stacklevel=3)
-    state.share_said = True
+    state.coverage_reported = True
 
 
 def _with_planned_gemms(observed: PlannedLinear, planned: PlannedLinear) -> PlannedLinear:

@@ -65,7 +65,7 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     for _ in range(3):
         losses.append(call(X))
         losses[-1].backward()
-    assert converted(model).forward_passes == 3 and converted(model).under_way == 0
+    assert converted(model).forward_passes == 3 and converted(model).open_passes == 0
     return [*losses, *scales(model)]
 
 
@@ -136,7 +136,7 @@ def test_a_pass_that_was_interrupted_is_over(
         model(X)
     handle.remove()
     model.eval()
-    assert torch.equal(model(X), Stack()(X)) and converted(model).under_way == 0
+    assert torch.equal(model(X), Stack()(X)) and converted(model).open_passes == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

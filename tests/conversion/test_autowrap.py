@@ -83,7 +83,9 @@ def test_autowrap_is_not_lost_by_pickling() -> None:
 
 def test_autowrap_needs_converted_layers_and_their_recipe() -> None:
     model = Model()
-    with pytest.raises(fp8cfg.ConfigError, match=r"has no layers that fp8cfg\.convert_model"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"has no converted layers; call fp8cfg\.convert_model"
+    ):
         fp8cfg.apply_fp8_autowrap(model, recipe())
     fp8cfg.convert_model(model, recipe())
     with pytest.raises(

@@ -1,8 +1,7 @@
 """Checks that a converted model runs in FP8, at its first backward pass or optimizer step.
 
-A loop may never enter the autocast context. It forgot to, or a library such as TRL replaced or
-bypassed the `forward` that enters it. The losses are then high-precision losses, and nothing else
-would show the mistake.
+A loop may never enter the autocast context, for example if a library such as TRL bypasses the
+`forward` that enters it. The model then trains in high precision, and nothing else shows the mistake.
 
 Only training counts: a gradient reached a layer or a weight before any layer multiplied in FP8.
 Evaluation, skipped layers and disabled autocast contexts are not errors. Compiled passes are
@@ -27,7 +26,7 @@ from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.schema.errors import NotFP8Error
 
-_CURE = (
+_ADVICE = (
     "run the forward pass inside autocast() or call fp8cfg.apply_fp8_autowrap(model, recipe); to"
     " train in high precision, use autocast(enabled=False)"
 )
@@ -37,20 +36,21 @@ def watch(model: nn.Module) -> None:
     """Checks the backward passes through converted layers until one has multiplied in FP8."""
     for layer in model.modules():
         if PLANNED in vars(layer):
-            layer.register_forward_hook(_look)
+            layer.register_forward_hook(_check_forward)
 
 
 def unwatch(model: nn.Module) -> None:
     """Removes the hooks of `watch`."""
     for layer in model.modules():
-        for key in [key for key, hook in layer._forward_hooks.items() if hook is _look]:
-            del layer._forward_hooks[key]
+        for key, hook in list(layer._forward_hooks.items()):
+            if hook is _check_forward:
+                del layer._forward_hooks[key]
 
 
-def entered(model: nn.Module, enabled: bool) -> None:
+def note_context(model: nn.Module, enabled: bool) -> None:
     """Records that an autocast context was entered, and whether it was disabled on purpose."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        converted(model).asked_off = not enabled
+        converted(model).disabled_on_purpose = not enabled
 
 
 def check(model: nn.Module) -> bool:
@@ -65,43 +65,47 @@ def check(model: nn.Module) -> bool:
     state = converted(model)
     if state.checked:
         return False
-    seen = state.backend.observed(model)
-    state.checked = state.engaged = state.engaged or any(any(ran.values()) for ran in seen.values())
+    records = state.backend.observed(model)
+    if any(any(ran.values()) for ran in records.values()):
+        state.engaged = True
+    state.checked = state.engaged
     # Each step needs its own disabled context to be exempt.
-    asked_off, state.asked_off = state.asked_off, False
-    if not state.engaged and not asked_off and _trained(model, seen):
-        raise NotFP8Error(f"no layer ran in FP8 before this step; {_CURE}")
+    disabled_on_purpose = state.disabled_on_purpose
+    state.disabled_on_purpose = False
+    if not state.engaged and not disabled_on_purpose and _has_trained(model, records):
+        raise NotFP8Error(f"no layer ran in FP8 before this step; {_ADVICE}")
     return state.engaged
 
 
-def _trained(model: nn.Module, seen: Observed) -> bool:
+def _has_trained(model: nn.Module, records: Observed) -> bool:
     """Whether a backward pass went through a converted layer or reached its weight.
 
     A weight that another module shares may have its gradient from there, so it does not count.
     """
-    if any(ran.get(gemm) == HIGH_PRECISION for ran in seen.values() for gemm in ("dgrad", "wgrad")):
-        return True
+    for ran in records.values():
+        if HIGH_PRECISION in (ran.get("dgrad"), ran.get("wgrad")):
+            return True
     shared = shared_weights(model)
-    weights = [
-        layer._parameters.get("weight") for layer in model.modules() if PLANNED in vars(layer)
-    ]
-    return any(isinstance(w, Tensor) and w.grad is not None and w not in shared for w in weights)
+    for layer in model.modules():
+        if PLANNED not in vars(layer):
+            continue
+        weight = layer._parameters.get("weight")
+        if isinstance(weight, Tensor) and weight.grad is not None and weight not in shared:
+            return True
+    return False
 
 
-def _look(layer: nn.Module, args: Any, y: Any) -> None:
+def _check_forward(layer: nn.Module, args: Any, y: Any) -> None:
     """Forward hook: checks that the layer ran in FP8, or lets its backward pass raise."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     state: Converted = vars(layer)[CONVERSION]
-    # DTensors and fake tensors are subclasses and have no record. A layer with fprop in high
-    # precision cannot show whether the context was entered.
-    if (
-        state.engaged
-        or type(y) is not Tensor
-        or y.is_meta
-        or not y.requires_grad
-        or not vars(layer)[PLANNED].gemms[0]
-    ):
+    planned_fprop = vars(layer)[PLANNED].gemms[0]
+    # A layer with fprop in high precision cannot show whether the context was entered.
+    if state.engaged or not planned_fprop:
+        return
+    # DTensors and fake tensors are subclasses and have no record.
+    if type(y) is not Tensor or y.is_meta or not y.requires_grad:
         return
     # Only fprop: the record of a copied layer still has the backward GEMMs of its original.
     if state.backend.observed(layer)[""].get("fprop"):
@@ -112,12 +116,12 @@ def _look(layer: nn.Module, args: Any, y: Any) -> None:
 
 def _refuse(state: Converted, gradient: Tensor) -> None:
     """Gradient hook: raises NotFP8Error if still no layer has multiplied in FP8."""
-    if not (state.engaged or state.asked_off):
-        raise NotFP8Error(f"no layer ran in FP8 before this backward pass; {_CURE}")
+    if not (state.engaged or state.disabled_on_purpose):
+        raise NotFP8Error(f"no layer ran in FP8 before this backward pass; {_ADVICE}")
 
 
-_SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-"""Wrappers that sum gradients by themselves."""
+_SUMMING_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+"""Wrappers that sum gradients over ranks in the backward pass."""
 
 
 class StepWatch:
@@ -141,7 +145,7 @@ class StepWatch:
         )
         weakref.finalize(self, self.hook.remove)
 
-    def entered(self, steps: int) -> None:
+    def begin_pass(self, steps: int) -> None:
         """Called when a training pass begins, after `steps` calls of `fp8.step()`. Warns once."""
         if steps:
             self.hook.remove()
@@ -149,8 +153,8 @@ class StepWatch:
             self.updated = False
             self.hook.remove()
             warnings.warn(
-                "weights were updated and fp8.step() was never called, which rolls histories and"
-                " moves scales under fp8.scaling=delayed; call it after each optimizer step",
+                "weights were updated, but fp8.step() was never called; it rolls histories and"
+                " updates scales under fp8.scaling=delayed; call it after each optimizer step",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -158,13 +162,14 @@ class StepWatch:
 
 def _note_update(watch: weakref.ref[StepWatch], optimizer: torch.optim.Optimizer) -> None:
     """Optimizer hook: records that the optimizer has updated one of the weights."""
-    alive = watch()
+    step_watch = watch()
     # Fused optimizers get the overflow from GradScaler and skip the step themselves.
     overflow = getattr(optimizer, "found_inf", None)
-    if alive is None or (overflow is not None and overflow.item()):
+    if step_watch is None or (overflow is not None and overflow.item()):
         return
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    alive.updated = alive.updated or any(id(p) in alive.weights for p in parameters)
+    for group in optimizer.param_groups:
+        if any(id(p) in step_watch.weights for p in group["params"]):
+            step_watch.updated = True
 
 
 def warn_of_sums(model: nn.Module) -> None:
@@ -174,7 +179,8 @@ def warn_of_sums(model: nn.Module) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and not _is_summed(model):
         warnings.warn(
-            f"the gradients of this step were not summed over the {ranks} ranks, so each trains a different model; call job.sum_gradients() before the optimizer's step",
+            f"the gradients of this step were not summed over the {ranks} ranks, so each trains a"
+            " different model; call job.sum_gradients() before the optimizer's step",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -194,9 +200,10 @@ def _is_summed(model: nn.Module) -> bool:
         return True
     # type(o), not isinstance: proxies with a custom __class__ would run their own code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-    wrappers = [
-        module
-        for module in modules
-        if any(base.__name__ in _SUMMING for base in type(module).__mro__)
-    ]
-    return any(module is model for wrapper in wrappers for module in wrapper.modules())
+    for module in modules:
+        class_names = {base.__name__ for base in type(module).__mro__}
+        if class_names.isdisjoint(_SUMMING_WRAPPERS):
+            continue
+        if any(part is model for part in module.modules()):
+            return True
+    return False

@@ -39,7 +39,7 @@ def refuse_ddp(model: nn.Module) -> None:
     on one rank meets these conditions.
     """
     vars(model)[_JOB] = True
-    _watch()
+    _register_ddp_check()
 
 
 def allow_ddp(model: nn.Module) -> None:
@@ -48,33 +48,40 @@ def allow_ddp(model: nn.Module) -> None:
 
 
 @functools.cache
-def _watch() -> None:
+def _register_ddp_check() -> None:
     """Registers the check, once per process."""
     # DDP offers no hook, but it registers the model as its submodule.
-    register_module_module_registration_hook(_registered)
+    register_module_module_registration_hook(_check_ddp)
 
 
-def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+def _check_ddp(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     """Raises ConfigError if DDP wraps the model of a job that it cannot train."""
     if module is None or not isinstance(owner, DistributedDataParallel):
         return
     # The mark is on the job's model, and `module` may be a wrapper around it.
-    of_jobs = [p for part in module.modules() if _JOB in vars(part) for p in part.parameters()]
-    if any(hasattr(p, "placements") for p in of_jobs):
+    parameters: list[nn.Parameter] = []
+    for part in module.modules():
+        if _JOB in vars(part):
+            parameters += part.parameters()
+    if any(hasattr(p, "placements") for p in parameters):
         raise ConfigError(
-            "DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums"
-            " their gradients; leave the model out of it"
+            "DistributedDataParallel: FSDP2 shards the parameters of this job's model and sums"
+            " their gradients; do not wrap the model"
         )
-    if any(
-        p.dtype.itemsize < 2 or (p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype)
-        for p in of_jobs
-    ):
+    if any(_needs_sum_gradients(p) for p in parameters):
         raise ConfigError(
-            "DistributedDataParallel: this model is a job's, and it cannot sum weights in FP8, nor"
-            " gradients of another dtype than their weights; leave the model out of it and call"
-            " job.sum_gradients() before the optimizer's step, or take fp8cfg.convert_model(model,"
-            " recipe) and an optimizer of yours"
+            "DistributedDataParallel: this model is a job's, with FP8 weights or gradients of"
+            " another dtype than their weights, which DDP cannot sum; do not wrap the model and"
+            " call job.sum_gradients() before the optimizer's step, or use"
+            " fp8cfg.convert_model(model, recipe) and your own optimizer"
         )
+
+
+def _needs_sum_gradients(p: nn.Parameter) -> bool:
+    """Whether DDP cannot sum a parameter in FP8, or a gradient of another dtype."""
+    if p.dtype.itemsize < 2:
+        return True
+    return p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype
 
 
 _ROWS = "rows_multiplied"
@@ -90,7 +97,7 @@ def watch(model: nn.Module) -> None:
         if isinstance(module, nn.Linear) and not hasattr(module, "kernel_size"):
             module.register_forward_pre_hook(_count_input, with_kwargs=True)
         elif isinstance(module, (nn.Linear, _ConvNd)):
-            module.register_forward_hook(_count_places)
+            module.register_forward_hook(_count_positions)
 
 
 def unwatch(model: nn.Module) -> None:
@@ -98,11 +105,10 @@ def unwatch(model: nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_ROWS, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [
-                key for key, hook in hooks.items() if hook in (_count_input, _count_places)
-            ]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+            for key, hook in list(hooks.items()):
+                if hook in (_count_input, _count_positions):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def multiplied(module: nn.Module) -> int | None:
@@ -127,19 +133,24 @@ def add_rows(module: nn.Module, rows: int) -> None:
 
 def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: counts the rows of the first tensor argument."""
-    x = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
-    if x is not None:
-        count(module, x)
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            count(module, argument)
+            return
 
 
-def _count_places(module: Any, args: tuple[Any, ...], y: Tensor) -> None:
+def _count_positions(module: Any, args: tuple[Any, ...], y: Tensor) -> None:
     """Forward hook: counts one GEMM row for each position of a convolution.
 
     These are positions of the output, or of the input of a transposed convolution.
     """
-    at = args[0] if isinstance(module, _ConvTransposeNd) and args else y
-    spatial = at.shape[-(len(module.kernel_size)) :]
-    batch = at.shape[: -(len(module.kernel_size) + 1)]
+    tensor = y
+    if isinstance(module, _ConvTransposeNd) and args:
+        tensor = args[0]
+    # [batch, channels, spatial...], or without a batch.
+    num_spatial = len(module.kernel_size)
+    spatial = tensor.shape[-num_spatial:]
+    batch = tensor.shape[: -(num_spatial + 1)]
     add_rows(module, math.prod((*batch, *spatial)))
 
 
@@ -163,11 +174,11 @@ class Converted:
         steps: Steps after which histories were rolled.
         forward_passes: Training passes of autowrap.
         proved: Whether autowrap has checked that its first pass ran in FP8.
-        under_way: Nested contexts of autowrap that are entered now.
+        open_passes: Nested contexts of autowrap that are entered now.
         engaged: Whether a layer has multiplied in FP8.
         checked: Whether a step has seen that.
-        asked_off: Whether the last context of a training pass was disabled.
-        share_said: Whether the warning about a low share of FP8 was considered.
+        disabled_on_purpose: Whether the last context of a training pass was disabled.
+        coverage_reported: Whether the warning about a low share of FP8 was considered.
         torch_autocast: Dtype of torch.autocast around the custom model of a job, or "".
     """
 
@@ -178,11 +189,11 @@ class Converted:
     steps: int = 0
     forward_passes: int = 0
     proved: bool = False
-    under_way: int = 0
+    open_passes: int = 0
     engaged: bool = False
     checked: bool = False
-    asked_off: bool = False
-    share_said: bool = False
+    disabled_on_purpose: bool = False
+    coverage_reported: bool = False
     torch_autocast: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,8 +215,9 @@ class Converted:
         Amaxes are reduced over all ranks, unless each rank keeps its own scales.
         """
         self.steps += 1
-        there = dist.is_available() and dist.is_initialized()
-        group = None if own_scales(self.fp8) or not there else dist.group.WORLD
+        group = None
+        if dist.is_available() and dist.is_initialized() and not own_scales(self.fp8):
+            group = dist.group.WORLD
         self.backend.after_step(model, group, self.steps)
 
 
@@ -256,12 +268,14 @@ def replaced_layers(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[str
         plan: What was planned when the model was converted.
     """
     present = {vars(layer)[PLANNED].name for layer in model.modules() if PLANNED in vars(layer)}
-    return [
-        f"{planned.name}: planned in FP8, and no longer a converted layer of the model; convert"
-        " the model after the last layer is replaced"
-        for planned in plan
-        if planned.fp8 and planned.name not in present
-    ]
+    lines = []
+    for planned in plan:
+        if planned.fp8 and planned.name not in present:
+            lines.append(
+                f"{planned.name}: planned in FP8, but no longer a converted layer of the model;"
+                " convert the model after all layers are replaced"
+            )
+    return lines
 
 
 def with_current_names(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[PlannedLinear]:
@@ -278,9 +292,10 @@ def unmark(model: nn.Module) -> None:
         if autowraps(vars(module).get("forward")):
             del vars(module)["forward"]
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if autowraps(hook)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+            for key, hook in list(hooks.items()):
+                if autowraps(hook):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
 
 
 def autowraps(function: object) -> bool:
@@ -295,8 +310,7 @@ def converted(model: nn.Module) -> Converted:
         ConfigError: No layer is converted.
     """
     for layer in model.modules():
-        if isinstance(found := vars(layer).get(CONVERSION), Converted):
-            return found
-    raise ConfigError(
-        "the model has no layers that fp8cfg.convert_model(model, recipe) has converted"
-    )
+        state = vars(layer).get(CONVERSION)
+        if isinstance(state, Converted):
+            return state
+    raise ConfigError("the model has no converted layers; call fp8cfg.convert_model(model, recipe)")
