@@ -79,7 +79,7 @@ def goes_on(folder: Path, world: World) -> dict[str, Any]:
         if world.size > 1:
             with pytest.raises(
                 fp8cfg.ConfigError,
-                match=r"^DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients",
+                match=r"^DistributedDataParallel: FSDP2 shards the parameters of this job's model and sums their gradients",
             ):
                 torch.nn.parallel.DistributedDataParallel(job.model)
             with pytest.raises(
