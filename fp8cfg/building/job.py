@@ -425,10 +425,10 @@ class Job:
         Raises:
             ConfigError: In training: TrainingArguments contradict the recipe.
         """
-        from fp8cfg.interop.hf_trainer import callback
+        from fp8cfg.interop.hf_trainer import make_callback
 
         self._trainer_checked = True
-        return callback(self.recipe, self.optimizer)
+        return make_callback(self.recipe, self.optimizer)
 
     def prove(self) -> Coverage:
         """Returns the coverage since the build, and checks it. Call it after the first step.
@@ -563,12 +563,12 @@ class Job:
         """Checks TrainingArguments in the first step, unless `trainer_callback` was called."""
         if self._trainer_checked:
             return
-        from fp8cfg.interop.hf_trainer import running, settle
+        from fp8cfg.interop.hf_trainer import adapt_arguments, find_running_trainer
 
         self._trainer_checked = True
-        trainer = running()
+        trainer = find_running_trainer()
         if trainer is not None:
-            settle(self.recipe, trainer.args, trainer.state.max_steps, clipped=True)
+            adapt_arguments(self.recipe, trainer.args, trainer.state.max_steps, is_clipped=True)
 
     def _refuse_unscaled(self) -> None:
         """Raises RuntimeError if no loss was multiplied by the fp16 loss scale."""

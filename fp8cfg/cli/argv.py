@@ -132,7 +132,7 @@ def _hint(name: str, options: list[str], value: str) -> str:
 
 def _hint_on_flag(name: str, value: str) -> str:
     """Returns the equivalent of another project's flag, such as Megatron's. "" if it is unknown."""
-    from fp8cfg.interop.projects import DOORS
+    from fp8cfg.interop.projects import PROJECTS
     from fp8cfg.schema import foreign_names
     from fp8cfg.schema.keys import full
     from fp8cfg.schema.recipe import fields, short_keys
@@ -154,7 +154,7 @@ def _hint_on_flag(name: str, value: str) -> str:
         hint += "=" + (foreign_names.meant(home, value) or (value if is_option else "VALUE"))
     elif "=" not in home:
         hint = f"; it belongs to {home}"
-    if name.startswith("--") and "-" in name[2:] and DOORS["megatron"].dialect.knows(name):
+    if name.startswith("--") and "-" in name[2:] and PROJECTS["megatron"].key_table.has_entry(name):
         hint += ", or for flags of Megatron-LM: fp8cfg import megatron -- FLAGS"
     return hint
 

@@ -166,9 +166,9 @@ def _projects(verb: str) -> list[str]:
     if verb not in ("import", "export"):
         return []
     # Imported after the check, so that other verbs complete without it.
-    from fp8cfg.interop.projects import DOORS
+    from fp8cfg.interop.projects import PROJECTS
 
-    return [*DOORS, *TRAINED, "slurm"] if verb == "export" else [*DOORS]
+    return [*PROJECTS, *TRAINED, "slurm"] if verb == "export" else [*PROJECTS]
 
 
 def _expects_file(before: list[str], current: str) -> bool:

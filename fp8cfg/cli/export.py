@@ -18,7 +18,7 @@ from fp8cfg.cli.output import print_or_write
 from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_file, resolve_recipe, say_notes
 from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
-from fp8cfg.interop.projects import DOORS, to_text
+from fp8cfg.interop.projects import PROJECTS, to_text
 from fp8cfg.models.config import projections
 from fp8cfg.planning import training_data
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
@@ -159,8 +159,8 @@ def _project(arguments: Arguments) -> str | None:
     name = arguments.plain[0]
     if name.lower() in _INSTEAD:
         raise ConfigError(f"export {name}: {_INSTEAD[name.lower()]}")
-    if name not in DOORS:
-        near = nearest(name, [*DOORS, "hf", "peft", "slurm"])
+    if name not in PROJECTS:
+        near = nearest(name, [*PROJECTS, "hf", "peft", "slurm"])
         if near:
             raise ConfigError(
                 [f"{name}: no such project; did you mean {near!r}?", *wrong_words(arguments)]
@@ -177,12 +177,12 @@ def _of(project: str, recipe: Recipe) -> str:
     """Returns the recipe in a project's format. Prints notes on settings without a counterpart."""
     # Formats with comments have the lost settings in the text, so here their number is enough.
     text, lost = to_text(project, recipe)
-    name = DOORS[project].dialect.name
-    if lost and DOORS[project].remarks:
+    name = PROJECTS[project].key_table.name
+    if lost and PROJECTS[project].has_comments:
         say_on_stderr(
             f"note: {len(lost)} of its keys have no counterpart in {name}; they are comments in the text"
         )
-    for line in () if DOORS[project].remarks else lost:
+    for line in () if PROJECTS[project].has_comments else lost:
         say_on_stderr(f"note: {line}")
     return text
 

@@ -13,15 +13,15 @@ from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import print_or_write
 from fp8cfg.cli.recipe_arguments import compose_recipe, resolve_recipe
 from fp8cfg.composition.layers import shipped_choices
+from fp8cfg.interop.imported_values import NOT_IN_SOURCE
 from fp8cfg.interop.projects import (
-    DOORS,
+    PROJECTS,
     comments,
-    door,
+    find_project,
     from_file,
     from_words,
     recipe_of_file,
 )
-from fp8cfg.interop.translation import NOT_GIVEN
 from fp8cfg.report import recipe_export
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"import: {' and '.join(forms)}; choose one")
     project, file = _source(arguments, words)
     name, folder, output = (
-        door(project).dialect.name,
+        find_project(project).key_table.name,
         arguments.one("--config-dir"),
         arguments.one("--output"),
     )
@@ -132,7 +132,7 @@ def _split(argv: list[str]) -> Arguments:
     flags = [
         arg
         for arg in argv
-        if arg.startswith("--") and DOORS["megatron"].dialect.knows(arg.partition("=")[0])
+        if arg.startswith("--") and PROJECTS["megatron"].key_table.has_entry(arg.partition("=")[0])
     ]
     if "megatron" in argv and flags:
         rest = " ".join(
@@ -167,7 +167,7 @@ def _without_typed(lines: Iterable[str], arguments: Arguments) -> list[str]:
     """Drops remarks on missing values that an override sets."""
     typed = [f"{word.partition('=')[0]}=" for word in arguments.words]
     return [
-        line for line in lines if NOT_GIVEN not in line or not any(key in line for key in typed)
+        line for line in lines if NOT_IN_SOURCE not in line or not any(key in line for key in typed)
     ]
 
 
@@ -205,7 +205,7 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
         return []
     origin = f"as in recipe={recipe.name}" if recipe.name != "imported" else "of bytes"
     return [
-        f"model.vocab_size={recipe.model.vocab_size}: {NOT_GIVEN}, {origin}; set it to your"
+        f"model.vocab_size={recipe.model.vocab_size}: {NOT_IN_SOURCE}, {origin}; set it to your"
         " tokenizer's"
     ]
 
@@ -213,9 +213,9 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     """Returns the project and its file, None if arguments follow --. Raises ConfigError."""
     if not arguments.plain:
-        raise ConfigError(f"import: needs a project; choose from {', '.join(DOORS)}")
+        raise ConfigError(f"import: needs a project; choose from {', '.join(PROJECTS)}")
     project, *files = arguments.plain
-    if door(project).presets and len(files) == 1 and not words and _a_name(files[0]):
+    if find_project(project).has_presets and len(files) == 1 and not words and _a_name(files[0]):
         words.append(files.pop())  # the name of a preset, not a file
     if any(word.partition("=")[0] in ("precision", "trainer.plugins") for word in arguments.words):
         raise ConfigError("precision=: is what is imported; drop one of the two")

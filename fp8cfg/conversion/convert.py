@@ -133,13 +133,12 @@ def given_recipe(given: Any) -> Any:
         return recipe
     # A local import: most callers pass a Recipe and need no import code.
     from fp8cfg.interop import from_object
+    from fp8cfg.interop.key_table import UnknownObject
 
     try:
         found = from_object(given)
-    except ConfigError as e:
-        if "no object of a project that is known here" in str(e):
-            return given
-        raise
+    except UnknownObject:
+        return given
     for line in found.lost:
         logging.getLogger("fp8cfg").warning(f"{type(given).__name__}: {line}")
     return found.recipe

@@ -1,5 +1,8 @@
-"""Recipe import and export: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM, torchtitan, torchao and
-Transformer Engine. What one side says and the other cannot is returned, line by line."""
+"""Import and export of recipes: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM,
+torchtitan, torchao and Transformer Engine.
+
+Each function also returns remarks on everything that has no equivalent on the other side.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.composition.recipe_yaml import nested
-from fp8cfg.interop import accelerate, transformer_engine
-from fp8cfg.interop.accelerate import to_handler
-from fp8cfg.interop.key_table import NotHere, Read, Written, flattened
+from fp8cfg.interop import accelerate_handlers, transformer_engine
+from fp8cfg.interop.accelerate_handlers import to_handler
+from fp8cfg.interop.key_table import NotHere, Read, UnknownObject, Written, flatten_keys
 from fp8cfg.interop.nemo import BRIDGE, NEMO
-from fp8cfg.interop.projects import door, from_file, from_words, to_text, writer
-from fp8cfg.interop.torchao import TORCHAO, confirmed, fields_of
+from fp8cfg.interop.projects import find_project, find_writer, from_file, from_words, to_text
+from fp8cfg.interop.torchao import TORCHAO, make_verified_config, read_config_fields
 from fp8cfg.interop.transformer_engine import to_te
-from fp8cfg.interop.translation import read, write
-from fp8cfg.schema.errors import ConfigError
+from fp8cfg.interop.translation import export_recipe, import_settings
 from fp8cfg.schema.recipe import Recipe
 
 __all__ = [
@@ -36,54 +38,92 @@ _PLUGINS = {"MegatronMixedPrecision": NEMO, "DtypeConfig": NEMO, "MixedPrecision
 
 
 def from_object(obj: Any, base: Recipe | None = None) -> Read:
-    """The recipe that an object of another project means, on top of `base`, whose precision it replaces: Accelerate's handlers,
-    Transformer Engine's recipes, torchao's Float8LinearConfig, NeMo's and Megatron-Bridge's plugins. It is told by the name of its
-    class or of one that it derives from; nothing is imported. Raises ConfigError for any other object.
+    """Imports an object of another project into a recipe.
+
+    Supports Accelerate's handlers, Transformer Engine's recipes, torchao's Float8LinearConfig, and
+    the precision plugins of NeMo and Megatron-Bridge. The names of the object's class and its
+    base classes decide, so no other library is imported.
+
+    Args:
+        obj: The object.
+        base: The recipe for all other values. Its precision is replaced. The default recipe by
+            default.
+
+    Returns:
+        The recipe, not checked yet, with remarks.
+
+    Raises:
+        UnknownObject: The object is of another class.
+        ConfigError: A field is invalid.
     """
     for cls in type(obj).__mro__:
         name = cls.__name__
-        if name in accelerate.NAMES:
-            return accelerate.from_handler(obj, base)
-        if name in transformer_engine.NAMES:
+        if name in accelerate_handlers.CLASS_NAMES:
+            return accelerate_handlers.from_handler(obj, base)
+        if name in transformer_engine.CLASS_NAMES:
             return transformer_engine.from_te(obj, base)
         if name == "Float8LinearConfig":
-            return read(TORCHAO, fields_of(obj), base)
+            return import_settings(TORCHAO, read_config_fields(obj), base)
         if name in _PLUGINS:
-            return read(_PLUGINS[name], _attributes(obj), base)
-    raise ConfigError(
-        f"{type(obj).__name__}: no object of a project that is known here; from_mapping takes keys"
-        " and values"
+            return import_settings(_PLUGINS[name], _read_plugin_fields(obj), base)
+    raise UnknownObject(
+        f"{type(obj).__name__}: is not a known class of another project; pass keys and values to"
+        " from_mapping"
     )
 
 
 def from_mapping(project: str, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
-    """The recipe that keys and values of `project` (accelerate, deepspeed, nemo, bridge, megatron, torchtitan, te) mean, nested or
-    by dotted keys. Raises ConfigError with a line for each value that cannot be."""
-    return read(door(project).dialect, flattened(data), base)
+    """Imports keys and values of another project into a recipe.
+
+    Args:
+        project: "accelerate", "deepspeed", "nemo", "bridge", "megatron", "torchtitan" or "te".
+        data: Values by key, nested or with dotted keys.
+        base: See `from_object`.
+
+    Returns:
+        The recipe, not checked yet, with remarks.
+
+    Raises:
+        ConfigError: With one line for each invalid value.
+    """
+    return import_settings(find_project(project).key_table, flatten_keys(data), base)
 
 
 def to_mapping(project: str, recipe: Recipe) -> Written:
-    """`recipe` as keys and values of `project`, nested as its files are. Raises ConfigError for one that cannot be written."""
-    writer(project)
-    written = write(door(project).dialect, recipe)
+    """Exports a recipe as keys and values of another project, nested as in its files.
+
+    Args:
+        project: See `from_mapping`.
+        recipe: The recipe.
+
+    Raises:
+        ConfigError: The project cannot express the recipe.
+    """
+    find_writer(project)  # raises for projects without an export
+    written = export_recipe(find_project(project).key_table, recipe)
     return written._replace(value=nested(written.value))
 
 
 def to_torchao(recipe: Recipe) -> Written:
-    """The genuine Float8LinearConfig, every field of it read back. Raises NotHere where torchao cannot be imported."""
-    return confirmed(write(TORCHAO, recipe))
+    """Exports a recipe as torchao's Float8LinearConfig, and compares all of its fields.
+
+    Raises:
+        ConfigError: torchao cannot express the recipe, or changed a field.
+        NotHere: torchao is not installed.
+    """
+    return make_verified_config(export_recipe(TORCHAO, recipe))
 
 
-def _attributes(plugin: Any) -> dict[str, Any]:
-    """The fields of a plugin, those of its dtype_config too, which is where NeMo keeps them."""
-    own = {k: v for k, v in vars(plugin).items() if not k.startswith("_")}
-    config = own.pop("dtype_config", None)
-    inner = (
-        {k: v for k, v in vars(config).items() if not k.startswith("_")}
-        if config is not None
-        else {}
-    )
-    return {
-        k: v if isinstance(v, (bool, int, float, str, tuple, type(None))) else str(v)
-        for k, v in {**inner, **own}.items()
-    }
+def _read_plugin_fields(plugin: Any) -> dict[str, Any]:
+    """Returns the public fields of a plugin. NeMo has most of them in its dtype_config."""
+    fields = {**vars(plugin)}
+    dtype_config = fields.pop("dtype_config", None)
+    if dtype_config is not None:
+        fields = {**vars(dtype_config), **fields}
+    settings: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name.startswith("_"):
+            continue
+        is_plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+        settings[name] = value if is_plain else str(value)  # a torch.dtype, for example
+    return settings

@@ -1,31 +1,37 @@
-"""DeepSpeed JSON configuration: ZeRO, bf16 state, and the section that MS-AMP reads."""
+"""Key table of DeepSpeed's JSON configuration: ZeRO, bf16 state, and the section of MS-AMP."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from fp8cfg.interop.accelerate import SHARDS, STAGES, differs_under_deepspeed, held_otherwise
-from fp8cfg.interop.key_table import (
-    SILENT,
-    Dialect,
-    Entry,
-    Unsaid,
-    Values,
-    boolean,
-    integer,
-    is_on,
-    number,
-    numbers,
-    one_of,
-    option,
-    read_only,
-    runs_fp8,
-    same,
-    shown,
-    switch,
+from fp8cfg.interop.accelerate import (
+    SHARDS,
+    ZERO_STAGES,
+    list_level_remarks,
+    other_weights_remark,
 )
-from fp8cfg.interop.megatron import fp16, refuse_both
+from fp8cfg.interop.imported_values import NOT_IN_SOURCE
+from fp8cfg.interop.key_table import (
+    OMIT,
+    Entry,
+    KeyTable,
+    Unsupported,
+    Values,
+    format_setting,
+    is_on,
+    parse_bool,
+    parse_choice,
+    parse_float,
+    parse_floats,
+    parse_int,
+    read_only,
+    renamed_choice,
+    runs_fp8,
+    same_value,
+    switch_for,
+)
+from fp8cfg.interop.megatron import computes_in_fp16, reject_conflicts
 
 _LEVELS = {"o1": "O1", "o2": "O2", "o3": "O3"}
 _NUMBERS = {
@@ -36,231 +42,251 @@ _NUMBERS = {
     "optimizer.params.eps": "optim.eps",
     "optimizer.params.weight_decay": "optim.weight_decay",
 }
-_TENSOR_PARALLEL = "trainer.strategy.tensor_model_parallel_size"
-_SWITCHES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
-_HALF_MASTERS = {"storage.master_weight": "bf16", "storage.weight_grad": "bf16"}
-_HALF_MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
+_TENSOR_PARALLEL_SIZE = "trainer.strategy.tensor_model_parallel_size"
+_COMPUTE_SWITCHES = ("bf16.enabled", "fp16.enabled")
+# Each switch sets two columns.
+_BF16_STATE = {
+    "bf16.bf16_master_weights_and_grads": {
+        "storage.master_weight": "bf16",
+        "storage.weight_grad": "bf16",
+    },
+    "bf16.bf16_optimizer_states": {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"},
+}
+_DTYPES = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}
 
 
-def _levelled(ours: Values) -> bool:
-    return runs_fp8(ours) and ours["opt_level"] is not None
+def _has_level(values: Values) -> bool:
+    return runs_fp8(values) and values["opt_level"] is not None
 
 
-def _all_of(theirs: str, columns: dict[str, Any]) -> Entry:
-    """A switch of bf16 state, which stands for several columns."""
+def _bf16_state_entry(key: str, columns: dict[str, str]) -> Entry:
+    def write(values: Values) -> Any:
+        has_columns = all(values[column] == dtype for column, dtype in columns.items())
+        return (has_columns and values["precision.compute"] == "bf16") or OMIT
+
+    return Entry(key, lambda setting: columns if parse_bool(setting) else {}, write)
+
+
+def _compute_entry(dtype: str) -> Entry:
+    """Returns the switch of a compute dtype. `auto` leaves it to the Trainer's arguments."""
+    switch = switch_for(f"{dtype}.enabled", "precision.compute", dtype)
     return Entry(
-        theirs,
-        lambda on: dict(columns) if boolean(on) else {},
-        lambda ours: (
-            (ours["precision.compute"] == "bf16" and all(ours[k] == v for k, v in columns.items()))
-            or SILENT
-        ),
+        switch.key,
+        lambda setting: {} if setting == "auto" else switch.read(setting),
+        switch.write,
     )
 
 
-def _computes(dtype: str) -> Entry:
-    """The switch of a compute dtype; `auto` leaves it to the caller, and to our default."""
-    on = switch(f"{dtype}.enabled", "precision.compute", dtype)
-    return Entry(on.theirs, lambda value: {} if value == "auto" else on.read(value), on.write)
-
-
-def _power(ours: Values) -> Any:
-    power = math.log2(ours["precision.initial_loss_scale"])
-    return int(power) if power.is_integer() and power >= 0 else SILENT
-
-
-def _scale(value: Any) -> dict[str, Any]:
-    if (power := integer(value)) > 127:
-        raise ValueError("expected at most 127, float32 has no larger power of two")
+def _read_scale_power(value: Any) -> dict[str, Any]:
+    power = parse_int(value)
+    if power > 127:
+        raise ValueError("expected at most 127, the largest power of two in float32")
     return {"precision.initial_loss_scale": 2.0**power}
 
 
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """What is `auto` is left to the caller, and here to the defaults; without bf16 and fp16 there is float32."""
-    lines = []
-    left = [key for key, value in theirs.items() if value == "auto"]
-    if left:
-        lines.append(f"{', '.join(left)}: auto, which the Trainer's arguments set; not read")
-    for key in left:
-        if key not in _AUTO_COMPUTE:
-            del theirs[key]
-    if str(theirs.get("zero_optimization.stage")) == "3":
-        lines.append("zero_optimization.stage=3: weights are split by torch's FSDP2 here")
-    if "msamp.enabled" in theirs and boolean(theirs["msamp.enabled"]):
-        if str(theirs.setdefault("msamp.opt_level", "O1")).lower() != "o3":
-            lines.append(held_otherwise(shown("msamp.opt_level", theirs["msamp.opt_level"])))
+def _write_scale_power(values: Values) -> Any:
+    power = math.log2(values["precision.initial_loss_scale"])
+    return int(power) if power.is_integer() and power >= 0 else OMIT
+
+
+def _read_msamp(value: Any) -> dict[str, Any]:
+    if not parse_bool(value):
+        return {}
+    # MS-AMP converts every linear layer, including the output layer.
+    return {"fp8.enabled": True, "backend": "msamp", "fp8.output_layer": True}
+
+
+def _write_optimizer(values: Values) -> Any:
+    return {"adamw": "AdamW", "adam": "Adam"}.get(values["optim.name"], OMIT)
+
+
+def _write_tensor_parallel_size(values: Values) -> Any:
+    size = values[_TENSOR_PARALLEL_SIZE]
+    return size if size > 1 else OMIT
+
+
+def _prepare(settings: dict[str, Any]) -> list[str]:
+    remarks = []
+    # transformers' Trainer replaces auto by its own arguments.
+    auto_keys = [key for key, setting in settings.items() if setting == "auto"]
+    if auto_keys:
+        remarks.append(
+            f"{', '.join(auto_keys)}: not read, because auto means the Trainer's arguments"
+        )
+    for key in auto_keys:
+        if key not in _COMPUTE_SWITCHES:
+            del settings[key]
+
+    if str(settings.get("zero_optimization.stage")) == "3":
+        remarks.append("zero_optimization.stage=3: imported as FSDP2 (storage.shard=fsdp)")
+    if "msamp.enabled" in settings and parse_bool(settings["msamp.enabled"]):
+        level = settings.setdefault("msamp.opt_level", "O1")  # MS-AMP's default
+        if str(level).lower() != "o3":
+            remarks.append(other_weights_remark(format_setting("msamp.opt_level", level)))
     else:
-        theirs.pop("msamp.opt_level", None)
-    if "auto" in [theirs.get(key) for key in _AUTO_COMPUTE]:
-        lines.append("precision.compute=bf16: not given there; pass precision.compute=fp16 or fp32")
-    on = [
-        dtype
-        for dtype in ("bf16", "fp16")
-        if theirs.get(f"{dtype}.enabled") == "auto" or is_on(theirs.get(f"{dtype}.enabled"))
+        settings.pop("msamp.opt_level", None)
+
+    compute_settings = {dtype: settings.get(f"{dtype}.enabled") for dtype in ("bf16", "fp16")}
+    if "auto" in compute_settings.values():
+        remarks.append(
+            f"precision.compute=bf16: {NOT_IN_SOURCE}; set precision.compute=fp16 or fp32 for"
+            " another dtype"
+        )
+    enabled = [
+        dtype for dtype, setting in compute_settings.items() if setting == "auto" or is_on(setting)
     ]
-    if not on:
-        theirs["FP32"] = True
-    idle = [key for key in _SWITCHES if "bf16" not in on and is_on(theirs.pop(key, None))]
-    lines += [f"{', '.join(idle)}: has no effect without bf16.enabled"] if idle else []
-    refuse_both({dtype: theirs.get(f"{dtype}.enabled") for dtype in ("bf16", "fp16")})
-    return lines
+    if not enabled:
+        settings["FP32"] = True
+    if "bf16" not in enabled:
+        ineffective = [key for key in _BF16_STATE if is_on(settings.pop(key, None))]
+        if ineffective:
+            remarks.append(f"{', '.join(ineffective)}: has no effect without bf16.enabled")
+    reject_conflicts(compute_settings)
+    return remarks
 
 
-def _differs(ours: Values) -> list[str]:
-    if not _levelled(ours):
+def _list_export_remarks(values: Values) -> list[str]:
+    if not _has_level(values):
         return []
-    if ours["opt_level"] == "O3" and ours["storage.shard"] == "none":
+    if values["opt_level"] == "O3" and values["storage.shard"] == "none":
         return [
-            "opt_level=O3: is written, but MS-AMP wants ZeRO with it; write storage.shard=zero1 or"
-            " zero2"
+            "opt_level=O3: exported, but MS-AMP needs ZeRO for it; set storage.shard=zero1 or zero2"
         ]
-    return differs_under_deepspeed(ours)
+    return list_level_remarks(values)
 
 
-_AUTO_COMPUTE = ("bf16.enabled", "fp16.enabled")
-_OWN = Unsaid("DeepSpeed's own", (False, None))
-DEEPSPEED = Dialect(
+_UNSUPPORTED_KEYS = (
+    "zero_optimization.",
+    "scheduler.",
+    "fp16.",
+    "bf16.",
+    "activation_checkpointing.",
+    "flops_profiler.",
+    "optimizer.",
+    "amp.",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "prescale_gradients",
+    "comms_logger.",
+    "data_types.",
+    "torch_autocast.",
+    "aio.",
+    "seq_parallel_communication_data_type",
+    "zero_force_ds_cpu_optimizer",
+    "compile.",
+    "tensor_parallel.",
+    "sequence_parallel_size",
+    "checkpoint.",
+    "dataloader_drop_last",
+    "data_efficiency.",
+    "curriculum_learning.",
+    "elasticity.",
+    "autotuning.",
+    "sparse_attention.",
+    "sparse_gradients",
+    "gradient_predivide_factor",
+    "disable_allgather",
+    "dump_state",
+    "memory_breakdown",
+    "tensorboard.",
+    "wandb.",
+    "csv_monitor.",
+    "comet.",
+    "monitor_config.",
+    "hybrid_engine.",
+    "compression_training.",
+    "zero_allow_comm_data_type_fp32",
+    "graph_harvesting",
+    "use_node_local_storage",
+    "load_universal_checkpoint",
+    "pipeline.",
+    "nebula.",
+    "weight_quantization.",
+    "zenflow.",
+)
+DEEPSPEED = KeyTable(
     "DeepSpeed",
     (
-        *map(_computes, ("bf16", "fp16")),
-        read_only("FP32", lambda _: {"precision.compute": "fp32"}),
+        _compute_entry("bf16"),
+        _compute_entry("fp16"),
+        read_only("FP32", lambda setting: {"precision.compute": "fp32"}),
+        # DeepSpeed's 0 is a dynamic scale.
         Entry(
             "fp16.loss_scale",
-            lambda value: {"precision.loss_scale": number(value) or None},
-            lambda ours: ours["precision.loss_scale"] or 0,
-            fp16,
+            lambda setting: {"precision.loss_scale": parse_float(setting) or None},
+            lambda values: values["precision.loss_scale"] or 0,
+            computes_in_fp16,
         ),
-        Entry("fp16.initial_scale_power", _scale, _power, fp16),
-        *(
-            same(f"fp16.{name}", f"precision.{name}", kind, fp16)
-            for name, kind in (
-                ("loss_scale_window", integer),
-                ("hysteresis", integer),
-                ("min_loss_scale", number),
-            )
+        Entry("fp16.initial_scale_power", _read_scale_power, _write_scale_power, computes_in_fp16),
+        same_value(
+            "fp16.loss_scale_window", "precision.loss_scale_window", parse_int, computes_in_fp16
         ),
-        *map(_all_of, _SWITCHES, (_HALF_MASTERS, _HALF_MOMENTS)),
-        option(
-            "communication_data_type",
-            "storage.comm",
-            {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"},
+        same_value("fp16.hysteresis", "precision.hysteresis", parse_int, computes_in_fp16),
+        same_value(
+            "fp16.min_loss_scale", "precision.min_loss_scale", parse_float, computes_in_fp16
         ),
-        Entry(
-            "msamp.enabled",
-            lambda on: (
-                {"fp8.enabled": True, "backend": "msamp", "fp8.output_layer": True}
-                if boolean(on)
-                else {}
-            ),
-            lambda _: True,
-            _levelled,
-        ),
+        *(_bf16_state_entry(key, columns) for key, columns in _BF16_STATE.items()),
+        renamed_choice("communication_data_type", "storage.comm", _DTYPES),
+        Entry("msamp.enabled", _read_msamp, lambda values: True, _has_level),
         Entry(
             "msamp.opt_level",
-            lambda value: {"opt_level": one_of(value, _LEVELS)},
-            lambda ours: ours["opt_level"],
-            _levelled,
+            lambda setting: {"opt_level": parse_choice(setting, _LEVELS)},
+            lambda values: values["opt_level"],
+            _has_level,
         ),
         Entry(
             "msamp.use_te",
-            lambda on: {"backend": "te"} if boolean(on) else {},
-            lambda ours: ours["backend"] == "te" or SILENT,
-            _levelled,
+            lambda setting: {"backend": "te"} if parse_bool(setting) else {},
+            lambda values: values["backend"] == "te" or OMIT,
+            _has_level,
         ),
         Entry(
             "zero_optimization.stage",
-            lambda value: {"storage.shard": one_of(value, SHARDS)},
-            lambda ours: STAGES[ours["storage.shard"]],
+            lambda setting: {"storage.shard": parse_choice(setting, SHARDS)},
+            lambda values: ZERO_STAGES[values["storage.shard"]],
         ),
-        *(same(theirs, ours, number) for theirs, ours in _NUMBERS.items()),
+        *(same_value(key, recipe_key, parse_float) for key, recipe_key in _NUMBERS.items()),
         Entry(
             "tensor_parallel.autotp_size",
-            lambda value: {_TENSOR_PARALLEL: max(integer(value), 1)},  # 0 is off
-            lambda ours: ours[_TENSOR_PARALLEL] if ours[_TENSOR_PARALLEL] > 1 else SILENT,
+            lambda setting: {_TENSOR_PARALLEL_SIZE: max(parse_int(setting), 1)},  # 0 is off
+            _write_tensor_parallel_size,
         ),
         Entry(
             "optimizer.type",
-            lambda value: {"optim.name": one_of(value, {"adamw": "adamw", "adam": "adam"})},
-            lambda ours: {"adamw": "AdamW", "adam": "Adam"}.get(ours["optim.name"], SILENT),
+            lambda setting: {
+                "optim.name": parse_choice(setting, {"adamw": "adamw", "adam": "adam"})
+            },
+            _write_optimizer,
         ),
         Entry(
             "optimizer.params.betas",
-            lambda both: {"optim.betas": numbers(both)},
-            lambda ours: list(ours["optim.betas"]),
+            lambda setting: {"optim.betas": parse_floats(setting)},
+            lambda values: list(values["optim.betas"]),
         ),
     ),
-    {"bfloat16.enabled": "bf16.enabled"},
-    unsaid={
+    aliases={"bfloat16.enabled": "bf16.enabled"},
+    unsupported={
         **dict.fromkeys(
-            (
-                "zero_optimization.",
-                "scheduler.",
-                "fp16.",
-                "bf16.",
-                "activation_checkpointing.",
-                "flops_profiler.",
-                "optimizer.",
-                "amp.",
-                "steps_per_print",
-                "wall_clock_breakdown",
-                "zero_allow_untested_optimizer",
-                "prescale_gradients",
-                "comms_logger.",
-                "data_types.",
-                "torch_autocast.",
-                "aio.",
-                "seq_parallel_communication_data_type",
-                "zero_force_ds_cpu_optimizer",
-                "compile.",
-                "tensor_parallel.",
-                "sequence_parallel_size",
-                "checkpoint.",
-                "dataloader_drop_last",
-                "data_efficiency.",
-                "curriculum_learning.",
-                "elasticity.",
-                "autotuning.",
-                "sparse_attention.",
-                "sparse_gradients",
-                "gradient_predivide_factor",
-                "disable_allgather",
-                "dump_state",
-                "memory_breakdown",
-                "tensorboard.",
-                "wandb.",
-                "csv_monitor.",
-                "comet.",
-                "monitor_config.",
-                "hybrid_engine.",
-                "compression_training.",
-                "zero_allow_comm_data_type_fp32",
-                "graph_harvesting",
-                "use_node_local_storage",
-                "load_universal_checkpoint",
-                "pipeline.",
-                "nebula.",
-                "weight_quantization.",
-                "zenflow.",
-            ),
-            _OWN,
+            _UNSUPPORTED_KEYS, Unsupported("only for DeepSpeed, no key here", (False, None))
         ),
-        "gradient_accumulation_steps": Unsaid(
-            "follows here from the batch sizes and the ranks", (1,)
+        "gradient_accumulation_steps": Unsupported(
+            "follows from the batch sizes and the ranks", (1,)
         ),
     },
     prepare=_prepare,
-    differs=_differs,
-    why={
+    export_remarks=_list_export_remarks,
+    reasons={
         "fp8.": (
-            "DeepSpeed has no FP8 but MS-AMP's; under Transformer Engine's layers the model says it"
+            "DeepSpeed's only FP8 keys are MS-AMP's; for Transformer Engine configure the model"
         ),
         "fp8.output_layer": "MS-AMP converts every linear layer",
-        "fp8.params": "opt_level says how MS-AMP stores weights",
+        "fp8.params": "MS-AMP's opt_level sets how weights are stored",
         "storage.": (
-            "DeepSpeed has bf16 masters with gradients, and bf16 moments, each pair together"
+            "DeepSpeed has one switch for bf16 masters with gradients, and one for bf16 moments"
         ),
         "backend": "DeepSpeed has MS-AMP, with use_te or without",
         "optim.name": "DeepSpeed's types are AdamW and Adam",
     },
-    beyond=(*_NUMBERS.values(), _TENSOR_PARALLEL, "optim.betas", "optim.name"),
+    extra_keys=(*_NUMBERS.values(), _TENSOR_PARALLEL_SIZE, "optim.betas", "optim.name"),
 )

@@ -1,7 +1,7 @@
-"""TrainingArguments of transformers' Trainer around a job: whose word counts, and what of them contradicts the recipe.
+"""TrainingArguments of transformers' Trainer: which of them count, and which contradict a recipe.
 
-A Trainer that is given an optimizer and a scheduler does not say that it drops the learning rate, the warm-up and the rest of its
-arguments; those about clipping and precision it applies on top.
+A Trainer with an optimizer and a scheduler silently ignores its own learning rate, warmup and so on.
+It does apply its clipping and precision, in addition to the job's.
 """
 
 from __future__ import annotations
@@ -15,147 +15,175 @@ from typing import Any
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 
-_STYLES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-"""transformers' schedules by the name of the recipe's that has the same shape."""
-_PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
+# lr_scheduler_type -> the optim.lr_decay_style with the same shape.
+_DECAY_STYLES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+_PRECISION_ARGUMENTS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
-def settle(recipe: Recipe, args: Any, max_steps: int, clipped: bool) -> None:
-    """Let the recipe's words count in a Trainer with the TrainingArguments `args` that runs `max_steps` optimizer steps, and say
-    so in a line to the logger. `clipped` says that it has clipped gradients already. Raises ConfigError with a line for each
-    argument that was written and that the recipe contradicts."""
+def adapt_arguments(recipe: Recipe, args: Any, max_steps: int, is_clipped: bool) -> None:
+    """Checks a Trainer's arguments against the recipe, and turns off its clipping.
+
+    Logs which of the two sets which values.
+
+    Args:
+        recipe: The recipe of the job.
+        args: The TrainingArguments. max_grad_norm becomes 0.
+        max_steps: Number of optimizer steps of the Trainer.
+        is_clipped: Whether the Trainer has already clipped gradients.
+
+    Raises:
+        ConfigError: With one line for each argument that contradicts the recipe.
+    """
     refuse_if(
         [
-            *_contradicted(recipe, args, max_steps),
-            *_steps(recipe, max_steps),
-            *_precision(recipe, args),
-            *_clipping(recipe, args, clipped),
+            *_optimizer_problems(recipe, args, max_steps),
+            *_step_problems(recipe, max_steps),
+            *_precision_problems(recipe, args),
+            *_clipping_problems(recipe, args, is_clipped),
         ]
     )
-    args.max_grad_norm = 0.0  # the job's optimizer clips, after the loss scale is divided out
-    clip, batch = recipe.trainer.gradient_clip_val, args.per_device_train_batch_size
+    # The job's optimizer clips gradients, after it has divided them by the loss scale.
+    args.max_grad_norm = 0.0
+    clip_norm, batch_size = recipe.trainer.gradient_clip_val, args.per_device_train_batch_size
     logging.getLogger("fp8cfg").warning(
-        f"note: Trainer: optim.* (lr={recipe.optim.lr:g}, warm-up, {recipe.optim.lr_decay_style}"
-        f" schedule, weight decay), clipping (trainer.gradient_clip_val={clip:g}) and precision are"
-        f" the recipe's; steps, batches of {batch} x {args.gradient_accumulation_steps}, data, logs"
-        " and checkpoints are TrainingArguments'"
+        f"note: Trainer: the recipe sets optim.* (lr={recipe.optim.lr:g}, warmup,"
+        f" {recipe.optim.lr_decay_style} schedule, weight decay), clipping"
+        f" (trainer.gradient_clip_val={clip_norm:g}) and precision; TrainingArguments set steps,"
+        f" batches of {batch_size} x {args.gradient_accumulation_steps}, data, logs and checkpoints"
     )
 
 
-def callback(recipe: Recipe, optimizer: Any) -> Any:
-    """A transformers.TrainerCallback that calls `settle` before the first step, and refuses a Trainer without `optimizer`."""
+def make_callback(recipe: Recipe, optimizer: Any) -> Any:
+    """Returns a transformers.TrainerCallback that calls `adapt_arguments` before the first step.
+
+    It raises ConfigError if the Trainer has another optimizer than the job's `optimizer`.
+    """
     import transformers
 
     class RecipeCallback(transformers.TrainerCallback):
-        """Whose words count, at the beginning of a Trainer's run."""
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            own = given.get("optimizer")
-            if getattr(own, "optimizer", own) is not optimizer:  # Accelerate wraps it
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer_optimizer = kwargs.get("optimizer")
+            # Accelerate wraps the optimizer.
+            trainer_optimizer = getattr(trainer_optimizer, "optimizer", trainer_optimizer)
+            if trainer_optimizer is not optimizer:
                 raise ConfigError(
-                    "Trainer: trains with its own optimizer, not the job's; write "
-                    "Trainer(optimizers=(job.optimizer, job.scheduler()), ...)"
+                    "Trainer: does not use the job's optimizer; pass"
+                    " Trainer(optimizers=(job.optimizer, job.scheduler()), ...)"
                 )
-            settle(recipe, args, state.max_steps, clipped=False)
+            adapt_arguments(recipe, args, state.max_steps, is_clipped=False)
 
     return RecipeCallback()
 
 
-def running() -> Any | None:
-    """The transformers.Trainer in whose loop this is called; None outside of one."""
+def find_running_trainer() -> Any | None:
+    """Returns the transformers.Trainer whose training loop called this function, or None.
+
+    A job's optimizer has no other way to notice that a Trainer without the callback runs it.
+    """
     module = sys.modules.get("transformers.trainer")
-    frame: FrameType | None = sys._getframe(1) if module else None
+    if module is None:
+        return None
+    trainer_class = getattr(module, "Trainer", ())
+    frame: FrameType | None = sys._getframe(1)
     while frame:
-        owner = frame.f_locals.get("self")
-        if frame.f_globals.get("__name__") == "transformers.trainer" and isinstance(
-            owner, getattr(module, "Trainer", ())
-        ):
-            return owner
+        instance = frame.f_locals.get("self")
+        is_in_trainer = frame.f_globals.get("__name__") == "transformers.trainer"
+        if is_in_trainer and isinstance(instance, trainer_class):
+            return instance
         frame = frame.f_back
     return None
 
 
-def _contradicted(recipe: Recipe, args: Any, max_steps: int) -> list[str]:
-    """A line for each argument, written other than its default, for which the recipe has another value."""
-    o, warmup = recipe.optim, args.get_warmup_steps(max_steps)
-    style = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    name = str(getattr(args.optim, "value", args.optim))
-    ours: dict[
-        str, tuple[str, Any, Any]
-    ] = {  # argument -> our key, our value, their value in our terms
-        "learning_rate": ("optim.lr", o.lr, args.learning_rate),
-        "warmup_steps": ("optim.warmup_steps", o.warmup_steps, warmup),
+def _optimizer_problems(recipe: Recipe, args: Any, max_steps: int) -> list[str]:
+    """Returns an error for each argument that was changed to another value than the recipe's."""
+    optim = recipe.optim
+    decay_style = str(_plain(args.lr_scheduler_type))
+    optimizer_name = str(_plain(args.optim))
+    if optimizer_name in ("adamw_torch", "adamw_torch_fused"):
+        optimizer_name = "adamw"
+    # argument -> recipe key, recipe value, value of the argument in the recipe's terms
+    comparisons: dict[str, tuple[str, Any, Any]] = {
+        "learning_rate": ("optim.lr", optim.lr, args.learning_rate),
+        "warmup_steps": (
+            "optim.warmup_steps",
+            optim.warmup_steps,
+            args.get_warmup_steps(max_steps),
+        ),
         "lr_scheduler_type": (
             "optim.lr_decay_style",
-            o.lr_decay_style,
-            _STYLES.get(style, style),
+            optim.lr_decay_style,
+            _DECAY_STYLES.get(decay_style, decay_style),
         ),
-        "optim": (
-            "optim.name",
-            o.name,
-            "adamw" if name in ("adamw_torch", "adamw_torch_fused") else name,
-        ),
-        "weight_decay": ("optim.weight_decay", o.weight_decay, args.weight_decay),
+        "optim": ("optim.name", optim.name, optimizer_name),
+        "weight_decay": ("optim.weight_decay", optim.weight_decay, args.weight_decay),
     }
-    if o.name != "sgd":
-        ours |= {
-            "adam_beta1": ("optim.betas[0]", o.betas[0], args.adam_beta1),
-            "adam_beta2": ("optim.betas[1]", o.betas[1], args.adam_beta2),
-            "adam_epsilon": ("optim.eps", o.eps, args.adam_epsilon),
+    if optim.name != "sgd":
+        comparisons |= {
+            "adam_beta1": ("optim.betas[0]", optim.betas[0], args.adam_beta1),
+            "adam_beta2": ("optim.betas[1]", optim.betas[1], args.adam_beta2),
+            "adam_epsilon": ("optim.eps", optim.eps, args.adam_epsilon),
         }
-    return [
-        f"TrainingArguments.{theirs}={_shown(getattr(args, theirs))}: the optimizer and the"
-        f" schedule are the job's, with {key}={mine}; drop it, or write {key.partition('[')[0]} in"
-        " the recipe"
-        for theirs, (key, mine, meant) in ours.items()
-        if _written(args, theirs) and meant != mine
-    ]
+    problems = []
+    for name, (key, value, argument) in comparisons.items():
+        if argument != value and _is_changed(args, name):
+            settable_key = key.partition("[")[0]
+            problems.append(
+                f"TrainingArguments.{name}={_format(getattr(args, name))}: the job's optimizer and"
+                f" schedule have {key}={value}; remove it or set {settable_key} in the recipe"
+            )
+    return problems
 
 
-def _steps(recipe: Recipe, max_steps: int) -> list[str]:
-    most = recipe.trainer.max_steps
-    if recipe.optim.lr_decay_style == "constant" or max_steps == most:
+def _step_problems(recipe: Recipe, max_steps: int) -> list[str]:
+    recipe_steps, decay_style = recipe.trainer.max_steps, recipe.optim.lr_decay_style
+    if decay_style == "constant" or max_steps == recipe_steps:
         return []
     return [
-        f"TrainingArguments.max_steps={max_steps}: the recipe's {recipe.optim.lr_decay_style}"
-        f" schedule ends at trainer.max_steps={most}; write trainer.max_steps={max_steps}, or"
+        f"TrainingArguments.max_steps={max_steps}: the recipe's {decay_style} schedule ends at"
+        f" trainer.max_steps={recipe_steps}; set trainer.max_steps={max_steps} or"
         " optim.lr_decay_style=constant"
     ]
 
 
-def _precision(recipe: Recipe, args: Any) -> list[str]:
-    """A line for each argument that asks for torch.autocast, or casts the model. `bf16` around a job in bf16 asks for the autocast
-    that it has; TRL's configurations write it where nobody has, and what it would do to another job cannot be taken back here.
+def _precision_problems(recipe: Recipe, args: Any) -> list[str]:
+    """Returns an error for each argument that turns on torch.autocast or casts the model.
+
+    bf16=True is accepted for a bf16 job, which has the same autocast. TRL sets it by default.
     """
     compute = recipe.precision.compute
     return [
-        f"TrainingArguments.{name}=True: precision is the job's, with precision.compute={compute};"
-        f" write {name}=False"
-        for name in _PRECISION
-        if getattr(args, name, False) and (name, compute) != ("bf16", "bf16")
+        f"TrainingArguments.{name}=True: the job sets the precision, precision.compute={compute};"
+        f" set {name}=False"
+        for name in _PRECISION_ARGUMENTS
+        if getattr(args, name, False) and not (name == compute == "bf16")
     ]
 
 
-def _clipping(recipe: Recipe, args: Any, clipped: bool) -> list[str]:
-    """Clipping at another norm than the recipe's, or of gradients that are still multiplied by a loss scale."""
-    norm, own = args.max_grad_norm or 0.0, recipe.trainer.gradient_clip_val
-    if not norm or (norm == own and not (clipped and recipe.precision.compute == "fp16")):
-        return []
-    if not clipped and not _written(args, "max_grad_norm"):
+def _clipping_problems(recipe: Recipe, args: Any, is_clipped: bool) -> list[str]:
+    """Returns an error for another norm, and for clipping of gradients with a loss scale."""
+    norm, recipe_norm = args.max_grad_norm or 0.0, recipe.trainer.gradient_clip_val
+    # Gradients with a loss scale had another norm when the Trainer clipped them.
+    is_harmless = norm == recipe_norm and not (is_clipped and recipe.precision.compute == "fp16")
+    is_unused_default = not is_clipped and not _is_changed(args, "max_grad_norm")
+    if not norm or is_harmless or is_unused_default:
         return []
     return [
-        f"TrainingArguments.max_grad_norm={norm:g}: the job's optimizer clips, with"
-        f" trainer.gradient_clip_val={own:g}; write max_grad_norm=0"
+        f"TrainingArguments.max_grad_norm={norm:g}: the job's optimizer clips gradients already"
+        f" (trainer.gradient_clip_val={recipe_norm:g}); set max_grad_norm=0"
     ]
 
 
-def _written(args: Any, name: str) -> bool:
-    """Whether the argument differs from the default of its class."""
-    field = {f.name: f for f in dataclasses.fields(args)}[name]
-    value = getattr(args, name)
-    return bool(getattr(value, "value", value) != field.default)
+def _is_changed(args: Any, name: str) -> bool:
+    """Returns whether an argument differs from the default of its class."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    return bool(_plain(getattr(args, name)) != defaults[name])
 
 
-def _shown(value: Any) -> str:
-    value = getattr(value, "value", value)
+def _plain(value: Any) -> Any:
+    """Returns the value of an enum's member. Other values stay."""
+    return getattr(value, "value", value)
+
+
+def _format(value: Any) -> str:
+    value = _plain(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

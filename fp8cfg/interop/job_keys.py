@@ -1,49 +1,45 @@
-"""Keys of whole jobs of NeMo and Megatron-Bridge: model, batches, optimizer and parallelism.
+"""Keys of complete jobs of NeMo and Megatron-Bridge: model, batches, optimizer and parallelism.
 
 A key has the path of its section, such as `trainer.strategy.tensor_model_parallel_size` or
-`optimizer.lr`. Most leaves have the names of Megatron-LM's flags, whose table reads them.
+`optimizer.lr`. Most leaves have the names of Megatron-LM's flags, and are read by its key table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8cfg.interop.key_table import (
     Entry,
-    boolean,
-    flattened,
-    integer,
-    number,
-    one_of,
+    flatten_keys,
+    parse_bool,
+    parse_choice,
+    parse_float,
+    parse_int,
     read_only,
 )
-from fp8cfg.interop.megatron import MODEL, betas, shape
-from fp8cfg.interop.source_files import Said
+from fp8cfg.interop.megatron import JOB_ENTRIES, apply_model_defaults, combine_betas
+from fp8cfg.interop.source_files import Source
 
 
-def _interval(value: Any) -> int:
-    """Number of steps. A float counts epochs in Lightning."""
+def _parse_steps(value: Any) -> int:
+    """Parses a number of steps. Lightning reads a float as a fraction of an epoch."""
     if isinstance(value, float):
         raise ValueError("counts epochs there; expected a number of steps")
-    return integer(value)
+    return parse_int(value)
 
 
-def _validation_batches(value: Any) -> dict[str, Any]:
+def _read_validation_batches(value: Any) -> dict[str, Any]:
     if isinstance(value, float):
-        raise ValueError("is a part of the validation data there; expected a number of batches")
-    batches = integer(value)
+        raise ValueError("is a fraction of the validation data there; expected a number of batches")
+    batches = parse_int(value)
     if batches == 0:
         return {"trainer.val_check_interval": 0}
     return {"trainer.limit_val_batches": batches}
 
 
-def _optional_size(value: Any) -> dict[str, Any]:
-    return {"trainer.strategy.virtual_pipeline_model_parallel_size": integer(value)}
-
-
-def _read(theirs: str, ours: str, kind: Any) -> Entry:
-    return read_only(theirs, lambda value: {ours: kind(value)})
+def _import_as(key: str, recipe_key: str, parse: Callable[[Any], Any]) -> Entry:
+    return read_only(key, lambda setting: {recipe_key: parse(setting)})
 
 
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
@@ -56,65 +52,70 @@ _ACTIVATIONS = {
     "squared-relu": "squared_relu",
 }
 
-JOB: tuple[Entry, ...] = (
+# These are imported but never exported: files for NeMo and Bridge have only precision.
+RUN_ENTRIES: tuple[Entry, ...] = (
     *(
-        read_only(entry.theirs, entry.read)
-        for entry in MODEL
-        if entry.theirs not in ("normalization", "qk_layernorm")
+        read_only(entry.key, entry.read)
+        for entry in JOB_ENTRIES
+        if entry.key not in ("normalization", "qk_layernorm")
     ),
-    _read("num_nodes", "trainer.num_nodes", integer),
-    _read("devices", "trainer.devices", integer),
-    _read("val_check_interval", "trainer.val_check_interval", _interval),
-    read_only("limit_val_batches", _validation_batches),
-    read_only("virtual_pipeline_model_parallel_size", _optional_size),
-    _read("log_every_n_steps", "log.every_n_steps", integer),
-    _read("save_interval", "checkpoint.every_n_steps", integer),
-    _read("constant_steps", "optim.constant_steps", integer),
-    _read("run_name", "name", str),
-    _read("log_dir", "log.dir", str),
-    _read("layernorm_zero_centered_gamma", "model.layernorm_zero_centered_gamma", boolean),
+    _import_as("num_nodes", "trainer.num_nodes", parse_int),
+    _import_as("devices", "trainer.devices", parse_int),
+    _import_as("val_check_interval", "trainer.val_check_interval", _parse_steps),
+    read_only("limit_val_batches", _read_validation_batches),
+    _import_as(
+        "virtual_pipeline_model_parallel_size",
+        "trainer.strategy.virtual_pipeline_model_parallel_size",
+        parse_int,
+    ),
+    _import_as("log_every_n_steps", "log.every_n_steps", parse_int),
+    _import_as("save_interval", "checkpoint.every_n_steps", parse_int),
+    _import_as("constant_steps", "optim.constant_steps", parse_int),
+    _import_as("run_name", "name", str),
+    _import_as("log_dir", "log.dir", str),
+    _import_as("layernorm_zero_centered_gamma", "model.layernorm_zero_centered_gamma", parse_bool),
     read_only(
         "normalization",
-        lambda value: {"model.normalization": one_of(value, _NORMS)},
+        lambda setting: {"model.normalization": parse_choice(setting, _NORMS)},
     ),
-    read_only("activation", lambda value: {"model.activation": one_of(value, _ACTIVATIONS)}),
+    read_only(
+        "activation",
+        lambda setting: {"model.activation": parse_choice(setting, _ACTIVATIONS)},
+    ),
     read_only(
         "qk_layernorm",
-        lambda value: {"model.qk_layernorm": "head" if boolean(value) else "none"},
+        lambda setting: {"model.qk_layernorm": "head" if parse_bool(setting) else "none"},
     ),
-    _read("add_bias_linear", "model.add_bias_linear", boolean),
-    _read(
+    _import_as("add_bias_linear", "model.add_bias_linear", parse_bool),
+    _import_as(
         "share_embeddings_and_output_weights",
         "model.share_embeddings_and_output_weights",
-        boolean,
+        parse_bool,
     ),
-    _read("scale_factor", "model.rope_scaling.factor", number),
-    _read("low_freq_factor", "model.rope_scaling.low_freq_factor", number),
-    _read("high_freq_factor", "model.rope_scaling.high_freq_factor", number),
-    _read("old_context_len", "model.rope_scaling.original_max_position", integer),
+    _import_as("scale_factor", "model.rope_scaling.factor", parse_float),
+    _import_as("low_freq_factor", "model.rope_scaling.low_freq_factor", parse_float),
+    _import_as("high_freq_factor", "model.rope_scaling.high_freq_factor", parse_float),
+    _import_as("old_context_len", "model.rope_scaling.original_max_position", parse_int),
     read_only(
         "use_distributed_optimizer",
-        lambda value: {"storage.shard": "zero1"} if boolean(value) else {},
+        lambda setting: {"storage.shard": "zero1"} if parse_bool(setting) else {},
     ),
 )
-"""Read and never written: files for these projects have precision alone."""
 
 
-def _same(*names: str) -> dict[str, str]:
+def _same_names(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-_PARALLEL = {
-    **_same(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-    ),
-}
-_SHAPE = {
-    **_same(
+_PARALLEL = _same_names(
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+_MODEL = {
+    **_same_names(
         "num_layers",
         "hidden_size",
         "ffn_hidden_size",
@@ -152,9 +153,9 @@ _SHAPE = {
     "rotary_percentage": "rotary_percent",
     "activations_checkpoint_granularity": "recompute_granularity",
 }
-_BATCHES = _same("global_batch_size", "micro_batch_size")
-_ADAM = {
-    **_same(
+_BATCH_SIZES = _same_names("global_batch_size", "micro_batch_size")
+_OPTIMIZER = {
+    **_same_names(
         "lr",
         "min_lr",
         "weight_decay",
@@ -168,16 +169,18 @@ _ADAM = {
     "betas": "BETAS",
 }
 _SCHEDULE = {
-    **_same("min_lr", "lr_decay_style", "lr_warmup_iters", "constant_steps"),
+    **_same_names("min_lr", "lr_decay_style", "lr_warmup_iters", "constant_steps"),
     "warmup_steps": "lr_warmup_iters",
 }
 _TRAINER = {
-    **_same("num_nodes", "devices", "val_check_interval", "limit_val_batches", "log_every_n_steps"),
+    **_same_names(
+        "num_nodes", "devices", "val_check_interval", "limit_val_batches", "log_every_n_steps"
+    ),
     "max_steps": "train_iters",
     "gradient_clip_val": "clip_grad",
     "precision": "precision",
 }
-_FP8_OF_MODEL = _same(
+_MODEL_PRECISION = _same_names(
     "fp8",
     "fp8_margin",
     "fp8_interval",
@@ -195,34 +198,34 @@ _FP8_OF_MODEL = _same(
     "tp_only_amax_red",
 )
 
-PLACES: dict[str, Mapping[str, str]] = {
+SECTIONS: dict[str, Mapping[str, str]] = {
     "trainer": _TRAINER,
     "trainer.strategy": _PARALLEL,
-    "trainer.strategy.ddp": _same("use_distributed_optimizer"),
-    "data": {**_BATCHES, "seq_length": "seq_length"},
+    "trainer.strategy.ddp": _same_names("use_distributed_optimizer"),
+    "data": {**_BATCH_SIZES, "seq_length": "seq_length"},
     "dataset": {
         "sequence_length": "seq_length",
-        **_same("seq_length", "eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
+        **_same_names("seq_length", "eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
     },
-    "optim.config": _ADAM,
+    "optim.config": _OPTIMIZER,
     "optim.lr_scheduler": _SCHEDULE,
-    "model.optim": {**_ADAM, "name": "optimizer"},
+    "model.optim": {**_OPTIMIZER, "name": "optimizer"},
     "model.optim.sched": _SCHEDULE,
-    "model.data": _same("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
-    "model.config": {**_SHAPE, **_PARALLEL},
-    "model": {**_SHAPE, **_PARALLEL, **_BATCHES, **_FP8_OF_MODEL, "seed": "seed"},
-    "optimizer": _ADAM,
+    "model.data": _same_names("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
+    "model.config": {**_MODEL, **_PARALLEL},
+    "model": {**_MODEL, **_PARALLEL, **_BATCH_SIZES, **_MODEL_PRECISION, "seed": "seed"},
+    "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULE,
-    "ddp": _same("use_distributed_optimizer"),
+    "ddp": _same_names("use_distributed_optimizer"),
     "train": {
-        **_BATCHES,
+        **_BATCH_SIZES,
         "train_iters": "train_iters",
         "eval_interval": "val_check_interval",
         "eval_iters": "limit_val_batches",
     },
     "validation": {"eval_interval": "val_check_interval", "eval_iters": "limit_val_batches"},
-    "rng": _same("seed"),
-    "checkpoint": _same("save_interval"),
+    "rng": _same_names("seed"),
+    "checkpoint": _same_names("save_interval"),
     "logger": {"log_interval": "log_every_n_steps"},
     "log": {"log_dir": "log_dir", "name": "run_name"},
     # Arguments of a recipe function.
@@ -240,7 +243,7 @@ PLACES: dict[str, Mapping[str, str]] = {
         "warmup_steps": "lr_warmup_iters",
         "lr_warmup_iters": "lr_warmup_iters",
         "train_iters": "train_iters",
-        **_same(
+        **_same_names(
             "global_batch_size",
             "micro_batch_size",
             "seq_length",
@@ -257,122 +260,141 @@ PLACES: dict[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Keys of each section, with their names in the table. Of two keys of one name the section that
-comes first counts, as the projects do it: the strategy before the model's own fields."""
+"""Key tables' names of the keys in each section.
+
+If two sections have a key with the same meaning, the first section wins, as in the projects: the
+strategy wins over the fields of the model.
+"""
 
 
-_SECTIONS = list(PLACES)
-_FP8_ONLY = frozenset(_FP8_OF_MODEL.values()) | {"precision"}
+_SECTION_ORDER = {section: index for index, section in enumerate(SECTIONS)}
+_PRECISION_NAMES = frozenset(_MODEL_PRECISION.values()) | {"precision"}
 
 
-def place(key: str) -> str | None:
-    """Returns the name in the table of a key with its section; None for a key that is not read."""
+def find_section_key(key: str) -> str | None:
+    """Returns the key tables' name of a key with its section, or None if it is not imported."""
     section, _, leaf = key.rpartition(".")
-    return PLACES.get(section, {}).get(leaf)
+    return SECTIONS.get(section, {}).get(leaf)
 
 
-def _rank(key: str) -> int:
+def _section_order(key: str) -> int:
     section = key.rpartition(".")[0]
-    return _SECTIONS.index(section) if section in PLACES else len(_SECTIONS)
+    return _SECTION_ORDER.get(section, len(SECTIONS))
 
 
-def job(flat: Mapping[str, Any], plugin: str | None = None) -> Said:
-    """Splits the keys of a job into those that are read and the rest.
+def select_job_keys(flat: Mapping[str, Any], plugin: str | None = None) -> Source:
+    """Selects the keys of a job that have a meaning for a recipe.
 
     Args:
-        flat: Values by keys with their sections.
-        plugin: Section of the precision fields, which are read by their leaves. Precision fields
-            elsewhere are not read then; None if the job has no plugin.
+        flat: Settings by key with its section.
+        plugin: Section of the precision plugin, None for a job without a plugin. Its fields lose
+            their section, and precision fields of the model are ignored, as in the projects.
     """
-    data: dict[str, Any] = {}
-    read: set[str] = set()
-    values: dict[str, Any] = {}  # by names in the table
-    for key in sorted(flat, key=_rank):
+    settings: dict[str, Any] = {}
+    read_keys: set[str] = set()
+    by_name: dict[str, Any] = {}
+    for key in sorted(flat, key=_section_order):
+        value = flat[key]
         if plugin and key.startswith(f"{plugin}."):
-            data[key.removeprefix(f"{plugin}.")] = flat[key]
-            read.add(key)
+            settings[key.removeprefix(f"{plugin}.")] = value
+            read_keys.add(key)
             continue
-        name = place(key)
-        if name is None or (plugin and name in _FP8_ONLY):
+        name = find_section_key(key)
+        if name is None or (plugin and name in _PRECISION_NAMES):
             continue
-        if flat[key] is None or values.setdefault(name, flat[key]) == flat[key]:
-            data[key] = flat[key]
-            read.add(key)
-    return Said(data, items=tuple(flat), read=frozenset(read))
+        # A different value in a later section has no effect.
+        if value is None or by_name.setdefault(name, value) == value:
+            settings[key] = value
+            read_keys.add(key)
+    return Source(settings, items=tuple(flat), read_items=frozenset(read_keys))
 
 
-def run_config(data: Mapping[str, Any]) -> Said:
-    """Reads a file of NeMo or Megatron-Bridge: fields of the precision plugin, or a whole job.
+def read_run_config(data: Mapping[str, Any]) -> Source:
+    """Reads a YAML file of NeMo or Megatron-Bridge: a job, or the fields of a precision plugin.
 
-    The plugin is under `mixed_precision` or `plugins`, or the file itself. NeMo 1 has no plugin but
-    `trainer.precision` and fields of `model`.
+    A job has the plugin at `mixed_precision`, `plugins` or `trainer.plugins`: its fields, or the
+    name of a preset. NeMo 1 has no plugin but `trainer.precision` and fields of `model`.
     """
-    cleaned = _without_classes(data)
-    plugin: str | None = next(
-        (key for key in ("mixed_precision", "plugins") if key in cleaned), None
-    )
-    trainer = cleaned.get("trainer")
-    if isinstance(trainer, Mapping) and "plugins" in trainer:
-        plugin = "trainer.plugins"
-    is_job = any(isinstance(value, Mapping) for key, value in cleaned.items() if key != plugin)
-    if not plugin and not is_job:
-        return Said(cleaned)
-    flat = flattened(cleaned)
+    data = _without_classes(data)
+    plugin = _find_plugin(data)
+    is_job = any(isinstance(value, Mapping) for key, value in data.items() if key != plugin)
+    if plugin is None and not is_job:
+        return Source(data)
+    flat = flatten_keys(data)
     preset = None
-    if plugin:
+    read_items: set[str] = set()
+    if plugin is not None:
+        read_items.add(plugin)
         value = flat.get(plugin)
-        if isinstance(value, list) and len(value) == 1:  # as a Trainer's plugins may be
+        if isinstance(value, list) and len(value) == 1:  # Lightning takes a list of plugins
             value = value[0]
         if isinstance(value, Mapping):
-            flat.pop(plugin)
-            flat |= flattened(_without_classes(value), f"{plugin}.")
+            del flat[plugin]
+            flat |= flatten_keys(_without_classes(value), f"{plugin}.")
         elif value is not None:
             preset = str(value)
-    # Top-level values name nothing of a job.
+    # Keys of a job always have a section.
     sections = {key: value for key, value in flat.items() if "." in key}
-    fp8_of_model = _fp8_switches(sections) if not plugin else frozenset()
-    said = job(sections, plugin)
+    if plugin is None:
+        read_items |= _combine_fp8_switches(sections)
+    source = select_job_keys(sections, plugin)
     if "model.hidden_size" in sections:
-        said.data["whole_model"] = True
-    read = said.read | fp8_of_model | ({plugin} if plugin else frozenset())
-    return said._replace(items=tuple(flat), read=read, preset=preset)
+        source.settings["has_model"] = True
+    return source._replace(
+        items=tuple(flat), read_items=source.read_items | read_items, preset=preset
+    )
 
 
-def _fp8_switches(flat: dict[str, Any]) -> frozenset[str]:
-    """Makes one format of NeMo 1's switches. Returns the keys that are read by this."""
+def _find_plugin(data: Mapping[str, Any]) -> str | None:
+    trainer = data.get("trainer")
+    if isinstance(trainer, Mapping) and "plugins" in trainer:
+        return "trainer.plugins"
+    for key in ("mixed_precision", "plugins"):
+        if key in data:
+            return key
+    return None
+
+
+def _combine_fp8_switches(flat: dict[str, Any]) -> set[str]:
+    """Replaces NeMo 1's switches by the name of the format. Returns the keys of the switches."""
     keys = ("model.fp8_e4m3", "model.fp8_hybrid", "model.transformer_engine")
     if flat.get("model.fp8") is True:
         flat["model.fp8"] = "e4m3" if flat.get("model.fp8_e4m3") else "hybrid"
-    return frozenset(key for key in keys if key in flat)
+    return {key for key in keys if key in flat}
 
 
 def _without_classes(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `data` without the names of classes. An object without fields is its class's name."""
-    out: dict[str, Any] = {}
+    """Removes the names of classes. An object without fields becomes the name of its class.
+
+    `read_mapping` has renamed `_target_` to `their_target`.
+    """
+    cleaned: dict[str, Any] = {}
     for key, value in data.items():
         if key.startswith("their_"):
             continue
-        if isinstance(value, Mapping) and "their_target" in value:
-            fields = [name for name in value if not name.startswith("their_")]
-            value = _without_classes(value) if fields else value["their_target"].rpartition(".")[2]
-        elif isinstance(value, Mapping):
-            value = _without_classes(value)
-        out[key] = value
-    return out
+        if isinstance(value, Mapping):
+            has_fields = any(not name.startswith("their_") for name in value)
+            if "their_target" in value and not has_fields:
+                value = value["their_target"].rpartition(".")[2]
+            else:
+                value = _without_classes(value)
+        cleaned[key] = value
+    return cleaned
 
 
-def prepare(theirs: dict[str, Any]) -> list[str]:
-    """Makes one activation of Bridge's two keys, and a shape of the fields of a whole model."""
-    lines: list[str] = []
-    gated = theirs.pop("gated_linear_unit", None)
-    function = theirs.pop("activation_func", None)
+def combine_model_settings(settings: dict[str, Any]) -> list[str]:
+    """Combines settings of the model that depend on each other, in place. Returns remarks."""
+    # Megatron-Bridge has a function and a switch for its gate.
+    is_gated = settings.pop("gated_linear_unit", None)
+    function = settings.pop("activation_func", None)
     if function is not None:
-        names = {"silu": "swiglu", "gelu": "geglu"} if gated else {"squared_relu": "squared-relu"}
-        theirs["activation"] = names.get(str(function), str(function))
-    if str(theirs.get("normalization")).lower() == "layernorm1p":
-        theirs["layernorm_zero_centered_gamma"] = True
-    if theirs.pop("whole_model", False):
-        lines += shape(theirs)
-    else:
-        betas(theirs)
-    return lines
+        names = {"squared_relu": "squared-relu"}
+        if is_gated:
+            names = {"silu": "swiglu", "gelu": "geglu"}
+        settings["activation"] = names.get(str(function), str(function))
+    if str(settings.get("normalization")).lower() == "layernorm1p":
+        settings["layernorm_zero_centered_gamma"] = True
+    if settings.pop("has_model", False):
+        return apply_model_defaults(settings)
+    combine_betas(settings)
+    return []

@@ -1,158 +1,194 @@
-"""Key table of another project: each of its precision keys with the values of ours that it means, and back."""
+"""Key table of another project: its keys, and the recipe values that they mean.
+
+A table works in both directions. `Entry.read` converts a setting of the project to recipe values
+and `Entry.write` converts recipe values to a setting. `translation` applies a table to a
+configuration or a recipe.
+
+Two kinds of data in this package:
+    settings: What the other project's configuration has, by its keys.
+    values: Recipe values by short keys, such as {"fp8.margin": 1}.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
+from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if, suggest
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 
 Values = Mapping[str, Any]
-"""Our values by short keys, or theirs by their keys."""
-TYPO = 0.8
-"""How alike two names are of which one is a typing error of the other."""
-SILENT = object()
-"""What an entry writes where its key is left out."""
-
+"""Recipe values by short keys."""
+TYPO_SIMILARITY = 0.8
+"""Least similarity (difflib) of a key and its misspelling."""
+OMIT = object()
+"""Result of `Entry.write` for a key that the configuration does not need."""
 
 FORMATS = {name: name for name in ("hybrid", "e4m3")}
 AMAX_COMPUTE_ALGOS = {name: name for name in ("max", "most_recent")}
 
 
-def always(ours: Values) -> bool:
-    """Of every recipe."""
+def always(values: Values) -> bool:
     return True
 
 
-def runs_fp8(ours: Values) -> bool:
-    """Of recipes that run FP8."""
-    return bool(ours["fp8.enabled"])
+def runs_fp8(values: Values) -> bool:
+    return bool(values["fp8.enabled"])
 
 
-def delayed(ours: Values) -> bool:
-    """Of recipes that run FP8 under delayed scaling."""
-    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].history
+def uses_delayed_scaling(values: Values) -> bool:
+    return runs_fp8(values) and SCALINGS[values["fp8.scaling"]].history
+
+
+def no_lines(data: Any) -> list[str]:
+    """Default of the callables of a `KeyTable`."""
+    return []
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of theirs. `read` gives the values of ours, by short keys, that a value of it means; it raises ValueError, saying
-    what was expected, for what no value can be. `write` gives its value under ours, or SILENT; it is asked `when` that holds.
+    """One key of another project.
+
+    Attributes:
+        key: The key. Upper-case keys do not exist in the project: `KeyTable.prepare` combines
+            several settings into one of them.
+        read: Converts a setting to recipe values. Raises ValueError with the expected form.
+        write: Converts the values of a recipe to a setting, or to OMIT.
+        applies: Whether `write` is called for a recipe.
     """
 
-    theirs: str
+    key: str
     read: Callable[[Any], dict[str, Any]]
     write: Callable[[Values], Any]
-    when: Callable[[Values], bool] = always
+    applies: Callable[[Values], bool] = always
 
 
-class Unsaid(NamedTuple):
-    """Why a key of theirs has no counterpart here, and its usual values, which need no remark."""
+class Unsupported(NamedTuple):
+    """A key of the project without a recipe key.
 
-    why: str
+    Attributes:
+        reason: Text of the remark on the key.
+        usual: Settings that need no remark, such as the project's default.
+    """
+
+    reason: str
     usual: tuple[Any, ...] = ()
 
 
-def nothing_more(theirs: dict[str, Any]) -> list[str]:
-    """For projects whose keys mean each for itself what they mean."""
-    return []
-
-
-def nothing_differs(ours: Values) -> list[str]:
-    """For projects that carry out what is written."""
-    return []
-
-
-def no_place(key: str) -> str | None:
-    """For projects whose keys have one name each."""
-    return None
-
-
-def nothing_refused(ours: Values) -> list[str]:
-    """For projects that can write every recipe, as far as they can say it."""
-    return []
-
-
 @dataclass(frozen=True)
-class Dialect:
-    """Another project's table. Keys are lower case with underscores; nested ones have dots; those in capitals are no keys of
-    theirs but what `prepare` makes of several.
+class KeyTable:
+    """Keys of another project, in lower case with underscores. Keys of sections have dots.
 
-    `spellings` are other names of its keys. `defaults` are values in force where nothing is said, as far as they differ from
-    ours. `unsaid` are keys, and with a dot at the end prefixes of keys, without a counterpart here. `prepare` changes a table of
-    theirs, before it is read, to what its keys mean together, and gives remarks; ConfigError where they cannot stand together.
-    `refuse` says which recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
-    `doubts` of keys that it has what comes of them when they are not our default, and `beyond` names those outside of precision
-    that it has. `differs` has a line for each value that it can say and that is not quite the same there. `place` gives the name
-    of a key that stands in a section of a job.
+    Attributes:
+        name: Name of the project.
+        entries: The keys with a meaning for a recipe.
+        aliases: Other names of these keys.
+        defaults: The project's defaults where they differ from the recipe's.
+        unsupported: Keys without a recipe key. A name with a dot at the end is a full section.
+        prepare: Called before `entries`. Resolves settings that depend on each other in place and
+            returns remarks. Raises ConfigError for settings that exclude each other.
+        export_errors: Returns errors for recipes that the project cannot express.
+        reasons: Reasons why recipe keys are not exported. A name with a dot at the end is a node.
+        caveats: Recipe keys that the project reads and then ignores or changes.
+        extra_keys: Recipe keys outside of precision that the project has too.
+        export_remarks: Returns remarks on values that work differently in the project.
+        find_section_key: Returns the table's name of a key in a section of a job, or None.
     """
 
     name: str
     entries: tuple[Entry, ...]
-    spellings: Mapping[str, str] = field(default_factory=dict)
-    defaults: Values = field(default_factory=dict)
-    unsaid: Mapping[str, Unsaid] = field(default_factory=dict)
-    prepare: Callable[[dict[str, Any]], list[str]] = nothing_more
-    refuse: Callable[[Values], list[str]] = nothing_refused
-    why: Mapping[str, str] = field(default_factory=dict)
-    doubts: Mapping[str, str] = field(default_factory=dict)
-    beyond: tuple[str, ...] = ()
-    differs: Callable[[Values], list[str]] = nothing_differs
-    place: Callable[[str], str | None] = no_place
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unsupported: Mapping[str, Unsupported] = field(default_factory=dict)
+    prepare: Callable[[dict[str, Any]], list[str]] = no_lines
+    export_errors: Callable[[Values], list[str]] = no_lines
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    caveats: Mapping[str, str] = field(default_factory=dict)
+    extra_keys: tuple[str, ...] = ()
+    export_remarks: Callable[[Values], list[str]] = no_lines
+    find_section_key: Callable[[str], str | None] | None = None
 
-    def named(self, key: str) -> str:
-        """The table's name of a key that may be spelled otherwise."""
-        spelled = key.strip().lower().removeprefix("--").replace("-", "_")
-        return self.spellings.get(spelled) or self.place(spelled) or spelled
+    def canonical_name(self, key: str) -> str:
+        """Returns the table's name of a key or a flag in any spelling."""
+        name = key.strip().lower().removeprefix("--").replace("-", "_")
+        if name in self.aliases:
+            return self.aliases[name]
+        if self.find_section_key is None:
+            return name
+        return self.find_section_key(name) or name
 
-    def knows(self, key: str) -> bool:
-        """Whether `key` is one that means something here, under any of its names."""
-        return self.named(key) in {entry.theirs for entry in self.entries}
+    def has_entry(self, key: str) -> bool:
+        """Returns whether a key, in any spelling, has a meaning for a recipe."""
+        name = self.canonical_name(key)
+        return any(entry.key == name for entry in self.entries)
 
-    def within(self, section: str) -> str | None:
-        """The first key of a section; None where it is no section."""
-        return next((e.theirs for e in self.entries if e.theirs.startswith(f"{section}.")), None)
+    def first_key(self, section: str) -> str | None:
+        """Returns the first key of a section, or None if the table has no such section."""
+        for entry in self.entries:
+            if entry.key.startswith(f"{section}."):
+                return entry.key
+        return None
 
-    def near(self, key: str) -> str | None:
-        """The key that an unknown one is meant for: very like it, of the same name in another section, or merely like it."""
+    def suggest_key(self, key: str) -> str | None:
+        """Returns the key that the user may have meant by an unknown one, or None."""
+        typo = self.most_similar_key(key, TYPO_SIMILARITY)
+        if typo:
+            return typo
+        # The right key in the wrong section is likelier than a key that only looks similar.
         leaf = key.rpartition(".")[2]
-        elsewhere = (name for name in self._names() if name.endswith(f".{leaf}"))
-        return self.like(key, TYPO) or next(elsewhere, None) or self.like(key, 0.6)
+        for name in self._names():
+            if name.endswith(f".{leaf}"):
+                return name
+        return self.most_similar_key(key, 0.6)
 
-    def like(self, key: str, cutoff: float) -> str | None:
-        """The key most like an unknown one: of its own section, or of the section most like that."""
+    def most_similar_key(self, key: str, cutoff: float) -> str | None:
+        """Returns the key that is most similar to an unknown one, or None.
+
+        Args:
+            key: The unknown key.
+            cutoff: Least similarity of the names and of their sections, from 0 to 1 (difflib).
+        """
         leaves: dict[str, list[str]] = {}
         for name in self._names():
-            at, _, last = name.rpartition(".")
-            leaves.setdefault(at, []).append(last)
+            known_section, _, known_leaf = name.rpartition(".")
+            leaves.setdefault(known_section, []).append(known_leaf)
+
         section, _, leaf = key.rpartition(".")
-        home = section if section in leaves else nearest(section, leaves, cutoff)
-        if home is None:
+        similar: str | None = section
+        if section not in leaves:
+            similar = nearest(section, leaves, cutoff)
+        if similar is None:
             return None
-        found = nearest(leaf, leaves[home], cutoff)
-        if not found and home != section and self.lacks(f"{home}.{leaf}"):
-            found = leaf
-        return f"{home}.{found}".lstrip(".") if found else None
+        match = nearest(leaf, leaves[similar], cutoff)
+        # Only the section is misspelled, and the table does not list the keys of that section.
+        if not match and similar != section and self.find_unsupported(f"{similar}.{leaf}"):
+            match = leaf
+        return f"{similar}.{match}".lstrip(".") if match else None
 
-    def _names(self) -> tuple[str, ...]:
-        return (
-            *(e.theirs for e in self.entries if not e.theirs.isupper()),
-            *self.spellings,
-            *self.unsaid,
-        )
+    def find_unsupported(self, name: str) -> Unsupported | None:
+        """Returns why a key or the innermost section around it is unsupported, or None."""
+        sections = [name[: i + 1] for i, character in enumerate(name) if character == "."]
+        for candidate in (name, *reversed(sections)):
+            if candidate in self.unsupported:
+                return self.unsupported[candidate]
+        return None
 
-    def lacks(self, key: str) -> Unsaid | None:
-        """Why `key`, by its name in the table, has no counterpart; None where it is no such key."""
-        heads = ["".join(key[: i + 1]) for i, sign in enumerate(key) if sign == "."]
-        return next((self.unsaid[k] for k in (key, *reversed(heads)) if k in self.unsaid), None)
+    def _names(self) -> list[str]:
+        names = [entry.key for entry in self.entries if not entry.key.isupper()]
+        return [*names, *self.aliases, *self.unsupported]
 
 
 class Read(NamedTuple):
-    """A recipe from elsewhere. `lost` has a line for each thing that it says and a recipe does not; `unknown` a line for each
-    key that the other project does not have."""
+    """An imported recipe.
+
+    Attributes:
+        recipe: The recipe. Its rules are not checked yet.
+        lost: Remarks on settings that were not imported, or are only partly the same.
+        unknown: Remarks on keys that the other project does not have.
+    """
 
     recipe: Recipe
     lost: tuple[str, ...]
@@ -160,15 +196,26 @@ class Read(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A recipe in another project's terms. `lost` has a line for each key of ours that these cannot say."""
+    """An exported recipe.
+
+    Attributes:
+        value: Settings by key, or an object of the project's library.
+        lost: Remarks on recipe keys that were not exported, or are only partly the same.
+    """
 
     value: Any
     lost: tuple[str, ...]
 
 
-class NotHere(ConfigError):
-    """The other project's library, whose object is wanted, cannot be imported here. Exit code 2."""
+class UnknownObject(ConfigError):
+    """An object of an unknown class. Exit code 2."""
 
+
+class NotHere(ConfigError):
+    """The library of the other project cannot be imported. Exit code 2."""
+
+
+# Parsers of settings. Each accepts text too: flags and key=value arguments have no types.
 
 _TRUTH = {
     **dict.fromkeys(("y", "yes", "t", "true", "on", "1", "enabled"), True),
@@ -176,135 +223,169 @@ _TRUTH = {
 }
 
 
-def boolean(value: Any) -> bool:
-    """A truth value, also as the words that Python's and Accelerate's parsers take."""
-    found = value if isinstance(value, bool) else _TRUTH.get(str(value).strip().lower())
-    if found is None:
+def parse_bool(value: Any) -> bool:
+    """Accepts the texts that the parsers of Python and Accelerate accept."""
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in _TRUTH:
         raise ValueError("expected true or false")
-    return found
+    return _TRUTH[text]
 
 
 def is_on(value: Any) -> bool:
-    """Whether a value is one that `boolean` takes for true."""
+    """Returns whether `parse_bool` returns True. Invalid values are off."""
     return _TRUTH.get(str(value).strip().lower(), False)
 
 
-def integer(value: Any) -> int:
-    """A whole number, also as text."""
-    made = number(value, "an integer")
-    if not made.is_integer():
+def parse_int(value: Any) -> int:
+    """Parses an integer. 8.0 and "1e3" are integers."""
+    result = parse_float(value, "an integer")
+    if not result.is_integer():
         raise ValueError("expected an integer")
-    return int(made)
+    return int(result)
 
 
-def number(value: Any, what: str = "a number") -> float:
-    """A number, also as text."""
+def parse_float(value: Any, expected: str = "a number") -> float:
+    """Parses a finite number. `expected` is for the error message."""
     try:
         if isinstance(value, bool):
             raise ValueError
-        made = float(str(value).strip())
-        if made - made != 0:
+        result = float(str(value).strip())
+        if not math.isfinite(result):
             raise ValueError
     except ValueError:
-        raise ValueError(f"expected {what}") from None
-    return made
+        raise ValueError(f"expected {expected}") from None
+    return result
 
 
-def numbers(value: Any) -> tuple[float, ...]:
-    """Several numbers."""
+def parse_floats(value: Any) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("expected a list of numbers")
-    return tuple(map(number, value))
+    return tuple(parse_float(item) for item in value)
 
 
-def one_of(value: Any, known: Mapping[str, Any]) -> Any:
-    """What `known` has for `value`, whose case does not matter."""
-    word = str(value).strip().lower()
-    if word not in known:
-        raise ValueError("not an option" + suggest(word, known))
-    return known[word]
+def parse_choice(value: Any, choices: Mapping[str, Any]) -> Any:
+    """Returns the value of `choices` for a name. Ignores the name's case."""
+    name = str(value).strip().lower()
+    if name not in choices:
+        raise ValueError("not an option" + suggest(name, choices))
+    return choices[name]
 
 
-def same(
-    theirs: str, ours: str, kind: Callable[[Any], Any], when: Callable[[Values], bool] = always
+# Common kinds of entries.
+
+
+def same_value(
+    key: str,
+    recipe_key: str,
+    parse: Callable[[Any], Any],
+    applies: Callable[[Values], bool] = always,
 ) -> Entry:
-    """A key whose values are ours."""
-    return Entry(theirs, lambda value: {ours: kind(value)}, lambda values: values[ours], when)
-
-
-def inverse(theirs: str, ours: str, when: Callable[[Values], bool] = always) -> Entry:
-    """A switch that is on where ours is off."""
+    """A key with the same values as the recipe key."""
     return Entry(
-        theirs, lambda value: {ours: not boolean(value)}, lambda values: not values[ours], when
+        key,
+        read=lambda setting: {recipe_key: parse(setting)},
+        write=lambda values: values[recipe_key],
+        applies=applies,
     )
 
 
-def option(
-    theirs: str, ours: str, words: Mapping[str, Any], when: Callable[[Values], bool] = always
-) -> Entry:
-    """A key whose options have other names: their words, in lower case, with ours. Of several with one meaning the first is
-    written; what has none is left out."""
-    back = {meaning: word for word, meaning in reversed([*words.items()])}
+def inverse_switch(key: str, recipe_key: str, applies: Callable[[Values], bool] = always) -> Entry:
+    """A switch that is on if the recipe key is off."""
     return Entry(
-        theirs,
-        lambda value: {ours: one_of(value, words)},
-        lambda values: back.get(values[ours], SILENT),
-        when,
+        key,
+        read=lambda setting: {recipe_key: not parse_bool(setting)},
+        write=lambda values: not values[recipe_key],
+        applies=applies,
     )
 
 
-def read_only(theirs: str, read: Callable[[Any], dict[str, Any]]) -> Entry:
-    """A key that is understood, and that another one writes."""
-    return Entry(theirs, read, lambda _: SILENT)
+def switch_for(key: str, recipe_key: str, value: Any) -> Entry:
+    """A switch that sets the recipe key to `value` if it is on, and sets nothing if it is off."""
+    return Entry(
+        key,
+        read=lambda setting: {recipe_key: value} if parse_bool(setting) else {},
+        write=lambda values: values[recipe_key] == value or OMIT,
+    )
+
+
+def renamed_choice(
+    key: str,
+    recipe_key: str,
+    choices: Mapping[str, Any],
+    applies: Callable[[Values], bool] = always,
+) -> Entry:
+    """A key with other names for the values of the recipe key.
+
+    Args:
+        key: The key.
+        recipe_key: The recipe key.
+        choices: Recipe values by the project's names, in lower case. The first of several names
+            is written. Values without a name are omitted.
+        applies: See `Entry`.
+    """
+    names: dict[Any, str] = {}
+    for name, value in choices.items():
+        names.setdefault(value, name)
+    return Entry(
+        key,
+        read=lambda setting: {recipe_key: parse_choice(setting, choices)},
+        write=lambda values: names.get(values[recipe_key], OMIT),
+        applies=applies,
+    )
+
+
+def read_only(key: str, read: Callable[[Any], dict[str, Any]]) -> Entry:
+    """A key that is imported but never written, because another key has the same meaning."""
+    return Entry(key, read, write=lambda values: OMIT)
 
 
 def write_only(
-    theirs: str, write: Callable[[Values], Any], when: Callable[[Values], bool] = always
+    key: str, write: Callable[[Values], Any], applies: Callable[[Values], bool] = always
 ) -> Entry:
-    """A key that must be there, and that follows from others."""
-    return Entry(theirs, lambda _: {}, write, when)
+    """A key that the project requires and that adds nothing to the other keys."""
+    return Entry(key, read=lambda setting: {}, write=write, applies=applies)
 
 
-def flattened(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested mappings as a table by dotted keys; an empty one is no key. Raises ConfigError for one that is given nested and
-    dotted."""
-    out: dict[str, Any] = {}
+# Text.
+
+
+def flatten_keys(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested mappings as one mapping with dotted keys. Empty mappings disappear.
+
+    Raises:
+        ConfigError: A key is both nested and dotted.
+    """
+    flat: dict[str, Any] = {}
     for name, value in data.items():
-        key = f"{at}{name}"
-        more = flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-        twice = (key for key in more if key in out)
+        key = f"{prefix}{name}"
+        leaves = {key: value}
+        if isinstance(value, Mapping):
+            leaves = flatten_keys(value, f"{key}.")
         refuse_if(
             [
-                f"{printable(key)}: stands twice, in its section and dotted; drop one of the two"
-                for key in twice
+                f"{printable(leaf)}: given twice, in its section and with dots; remove one"
+                for leaf in leaves
+                if leaf in flat
             ]
         )
-        out |= more
-    return out
+        flat |= leaves
+    return flat
 
 
-def not_read(names: Sequence[str]) -> list[str]:
-    """The line on what a source has and no importer reads; none if it reads everything."""
-    return [f"{', '.join(map(printable, names))}: not read"] if names else []
+def unread_remark(names: Sequence[str]) -> list[str]:
+    """Returns one remark on the parts of a source that no importer reads, or none."""
+    if not names:
+        return []
+    return [f"{', '.join(printable(name) for name in names)}: not read"]
 
 
-def shown(key: str, value: Any) -> str:
-    """`key=value`, short enough for a line; a flag without a value alone."""
+def format_setting(key: str, value: Any) -> str:
+    """Returns `key=value` with at most 40 characters of the value. A flag needs no value."""
     if value is True and key.startswith("--"):
         return key
     text = printable(str(value))
-    return f"{key}={text if len(text) <= 40 else text[:37] + '...'}"
-
-
-def printable(text: str) -> str:
-    """`text` as it is, or with whatever is no sign of a line escaped."""
-    return text if text.isprintable() else repr(text)
-
-
-def switch(theirs: str, ours: str, value: Any) -> Entry:
-    """A key that, where it is on, gives ours that value."""
-    return Entry(
-        theirs,
-        lambda on: {ours: value} if boolean(on) else {},
-        lambda values: values[ours] == value or SILENT,
-    )
+    if len(text) > 40:
+        text = text[:37] + "..."
+    return f"{key}={text}"

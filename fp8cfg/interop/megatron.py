@@ -1,4 +1,7 @@
-"""Megatron Core precision fields, which NeMo and Megatron-Bridge share."""
+"""Key table of Megatron-LM's flags, and the parts that NeMo and Megatron-Bridge share.
+
+NeMo and Bridge have Megatron Core's precision fields under other names, and other defaults.
+"""
 
 from __future__ import annotations
 
@@ -9,255 +12,321 @@ from typing import Any
 from fp8cfg.interop.key_table import (
     AMAX_COMPUTE_ALGOS,
     FORMATS,
-    SILENT,
-    Dialect,
+    OMIT,
     Entry,
-    Unsaid,
+    KeyTable,
+    Unsupported,
     Values,
-    boolean,
-    delayed,
-    integer,
-    inverse,
+    format_setting,
+    inverse_switch,
     is_on,
-    number,
-    numbers,
-    one_of,
-    option,
+    parse_bool,
+    parse_choice,
+    parse_float,
+    parse_floats,
+    parse_int,
     read_only,
+    renamed_choice,
     runs_fp8,
-    same,
-    shown,
-    switch,
+    same_value,
+    switch_for,
+    uses_delayed_scaling,
     write_only,
 )
 from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.scalings import SCALINGS
 
-_FP8 = {
+# fp8_recipe -> fp8.scaling
+_FP8_RECIPES = {
     scaling.megatron: name
     for name, scaling in SCALINGS.items()
     if scaling.megatron and scaling.bits == 8
 }
-"""Their fp8_recipe, and our scaling."""
 OFF = (None, False, "", "none", "None", "null")
+"""Settings of a format that switch it off."""
 
 
-def fp8(ours: Values) -> bool:
-    """Of recipes that Megatron calls FP8."""
-    return runs_fp8(ours) and not fp4(ours)
+def computes_in_fp16(values: Values) -> bool:
+    return bool(values["precision.compute"] == "fp16")
 
 
-def fp4(ours: Values) -> bool:
-    """Of recipes that Megatron calls FP4."""
-    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].bits == 4
+def _runs_fp4_in_megatron(values: Values) -> bool:
+    return runs_fp8(values) and SCALINGS[values["fp8.scaling"]].bits == 4
 
 
-def refuse(ours: Values) -> list[str]:
-    """The line on a scaling that Megatron has not."""
-    if not runs_fp8(ours) or SCALINGS[ours["fp8.scaling"]].megatron:
+def _runs_fp8_in_megatron(values: Values) -> bool:
+    return runs_fp8(values) and not _runs_fp4_in_megatron(values)
+
+
+def _exports_bf16_layers(values: Values) -> bool:
+    """Returns whether layers are in bf16. Megatron rejects this under delayed scaling."""
+    has_layers = values["fp8.high_precision_at_start"] or values["fp8.high_precision_at_end"]
+    return runs_fp8(values) and not uses_delayed_scaling(values) and bool(has_layers)
+
+
+def find_export_errors(values: Values) -> list[str]:
+    scaling = values["fp8.scaling"]
+    if not runs_fp8(values) or SCALINGS[scaling].megatron:
         return []
-    those = ", ".join(name for name, scaling in SCALINGS.items() if scaling.megatron)
-    return [f"fp8.scaling={ours['fp8.scaling']}: Megatron has no such scaling; it has {those}"]
+    scalings = ", ".join(name for name, row in SCALINGS.items() if row.megatron)
+    return [f"fp8.scaling={scaling}: Megatron has no such scaling; set one of {scalings}"]
 
 
-def fp16(ours: Values) -> bool:
-    """Of recipes that compute in fp16."""
-    return bool(ours["precision.compute"] == "fp16")
+# Precision.
 
 
-def _ends(ours: Values) -> bool:
-    """Of recipes with layers in high precision, as far as Megatron takes them: not under delayed scaling."""
+def _read_fp8_format(value: Any) -> dict[str, Any]:
+    if value in OFF:
+        return {}
+    return {"fp8.enabled": True, "fp8.format": parse_choice(value, FORMATS)}
+
+
+def _read_fp4_format(value: Any) -> dict[str, Any]:
+    if value in OFF:
+        return {}
+    return {"fp8.enabled": True, "fp8.scaling": parse_choice(value, {"e2m1": "nvfp4"})}
+
+
+def precision_entries(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
+    """Returns the entries of FP8 and FP4. Megatron-LM has other names for the two formats."""
+    fp8, fp4 = _runs_fp8_in_megatron, _runs_fp4_in_megatron
+    delayed = uses_delayed_scaling
     return (
-        runs_fp8(ours)
-        and not delayed(ours)
-        and bool(ours["fp8.high_precision_at_start"] or ours["fp8.high_precision_at_end"])
-    )
-
-
-def _on(value: Any) -> dict[str, Any]:
-    return (
-        {}
-        if value in OFF
-        else {
-            "fp8.enabled": True,
-            "fp8.format": one_of(value, FORMATS),
-        }
-    )
-
-
-def _fp4_on(value: Any) -> dict[str, Any]:
-    return (
-        {}
-        if value in OFF
-        else {"fp8.enabled": True, "fp8.scaling": one_of(value, {"e2m1": "nvfp4"})}
-    )
-
-
-def _optional(value: Any) -> float | None:
-    return None if value in OFF or value == (None,) or value == [None] else number(value)
-
-
-def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
-    """The fields that all of them share, where FP8's format and FP4's have these names."""
-    return (
-        Entry(fp8_field, _on, lambda ours: ours["fp8.format"], fp8),
-        option("fp8_recipe", "fp8.scaling", _FP8, fp8),
-        Entry(fp4_field, _fp4_on, lambda ours: "e2m1", fp4),
-        Entry("fp4_recipe", lambda value: one_of(value, {"nvfp4": {}}), lambda ours: "nvfp4", fp4),
-        same("fp8_margin", "fp8.margin", integer, delayed),
-        same("fp8_amax_history_len", "fp8.amax_history_len", integer, delayed),
-        option(
-            "fp8_amax_compute_algo",
-            "fp8.amax_compute_algo",
-            AMAX_COMPUTE_ALGOS,
-            delayed,
-        ),
-        same("tp_only_amax_red", "fp8.tp_only_amax_red", boolean, delayed),
-        same("fp8_dot_product_attention", "fp8.dot_product_attention", boolean, fp8),
-        same("fp8_multi_head_attention", "fp8.multi_head_attention", boolean, fp8),
-        same("fp8_param_gather", "fp8.params", boolean, fp8),
-        same("fp4_param_gather", "fp8.params", boolean, fp4),
-        write_only("first_last_layers_bf16", lambda _: True, _ends),
-        same("num_layers_at_start_in_bf16", "fp8.high_precision_at_start", integer, _ends),
-        same("num_layers_at_end_in_bf16", "fp8.high_precision_at_end", integer, _ends),
-    )
-
-
-WGRAD = inverse("fp8_wgrad", "fp8.override_linear_precision.wgrad", delayed)
-REUSE = write_only(
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    lambda _: True,
-    lambda ours: runs_fp8(ours) and ours["fp8.scaling"] == "mxfp8" and ours["fp8.params"],
-)
-DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-
-
-def loss_scaling(prefix: str = "") -> tuple[Entry, ...]:
-    """Loss scaling under fp16, where its fields begin with `prefix`."""
-    return (
+        Entry(fp8_field, _read_fp8_format, lambda values: values["fp8.format"], fp8),
+        renamed_choice("fp8_recipe", "fp8.scaling", _FP8_RECIPES, fp8),
+        Entry(fp4_field, _read_fp4_format, lambda values: "e2m1", fp4),
         Entry(
-            f"{prefix}loss_scale",
-            lambda value: {"precision.loss_scale": _optional(value)},
-            lambda ours: ours["precision.loss_scale"] or SILENT,
-            fp16,
+            "fp4_recipe",
+            lambda setting: parse_choice(setting, {"nvfp4": {}}),
+            lambda values: "nvfp4",
+            fp4,
         ),
-        *(
-            Entry(f"{prefix}{name}", partial(_dynamic, name), itemgetter(f"precision.{name}"), fp16)
-            for name in DYNAMIC
+        same_value("fp8_margin", "fp8.margin", parse_int, delayed),
+        same_value("fp8_amax_history_len", "fp8.amax_history_len", parse_int, delayed),
+        renamed_choice(
+            "fp8_amax_compute_algo", "fp8.amax_compute_algo", AMAX_COMPUTE_ALGOS, delayed
+        ),
+        same_value("tp_only_amax_red", "fp8.tp_only_amax_red", parse_bool, delayed),
+        same_value("fp8_dot_product_attention", "fp8.dot_product_attention", parse_bool, fp8),
+        same_value("fp8_multi_head_attention", "fp8.multi_head_attention", parse_bool, fp8),
+        same_value("fp8_param_gather", "fp8.params", parse_bool, fp8),
+        same_value("fp4_param_gather", "fp8.params", parse_bool, fp4),
+        write_only("first_last_layers_bf16", lambda values: True, _exports_bf16_layers),
+        same_value(
+            "num_layers_at_start_in_bf16",
+            "fp8.high_precision_at_start",
+            parse_int,
+            _exports_bf16_layers,
+        ),
+        same_value(
+            "num_layers_at_end_in_bf16",
+            "fp8.high_precision_at_end",
+            parse_int,
+            _exports_bf16_layers,
         ),
     )
 
 
-def _dynamic(name: str, value: Any) -> dict[str, Any]:
-    return {} if _optional(value) is None else {f"precision.{name}": number(value)}
+FP8_WGRAD = inverse_switch("fp8_wgrad", "fp8.override_linear_precision.wgrad", uses_delayed_scaling)
+# Megatron-Bridge requires this together with MXFP8 parameters.
+REUSE_GRAD_BUFFER = write_only(
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    lambda values: True,
+    lambda values: runs_fp8(values) and values["fp8.scaling"] == "mxfp8" and values["fp8.params"],
+)
 
 
-def _reduced(value: Any) -> dict[str, Any]:
-    if value not in ("fp32", "bf16", "fp16"):  # what `reduction` makes of a truth value
+# Loss scaling.
+
+DYNAMIC_LOSS_SCALE = (
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
+
+
+def loss_scale_entries(prefix: str = "") -> tuple[Entry, ...]:
+    """Returns the entries of loss scaling. `prefix` is the beginning of their names."""
+    fixed = Entry(
+        f"{prefix}loss_scale",
+        lambda setting: {"precision.loss_scale": _parse_optional(setting)},
+        lambda values: values["precision.loss_scale"] or OMIT,
+        computes_in_fp16,
+    )
+    dynamic = [
+        Entry(
+            f"{prefix}{name}",
+            partial(_read_dynamic, name),
+            itemgetter(f"precision.{name}"),
+            computes_in_fp16,
+        )
+        for name in DYNAMIC_LOSS_SCALE
+    ]
+    return (fixed, *dynamic)
+
+
+def _parse_optional(value: Any) -> float | None:
+    # NeMo 1's YAML files have lists with a single null.
+    if value in OFF or value in ((None,), [None]):
+        return None
+    return parse_float(value)
+
+
+def _read_dynamic(name: str, value: Any) -> dict[str, Any]:
+    if _parse_optional(value) is None:
+        return {}
+    return {f"precision.{name}": parse_float(value)}
+
+
+# Gradient reduction of NeMo and Bridge.
+
+
+def _read_reduce_dtype(value: Any) -> dict[str, Any]:
+    if value not in ("fp32", "bf16", "fp16"):  # set by `resolve_grad_reduce_dtype`
         raise ValueError("expected true or false")
     return {"storage.comm": value, "storage.weight_grad": value}
 
 
-def _in_fp32(ours: Values) -> Any:
-    return {"fp32": True, ours["precision.compute"]: False}.get(ours["storage.comm"], SILENT)
+def _write_reduce_in_fp32(values: Values) -> Any:
+    if values["storage.comm"] == values["precision.compute"]:
+        return False
+    if values["storage.comm"] == "fp32":
+        return True
+    return OMIT
 
 
-REDUCED = Entry(
-    "grad_reduce_in_fp32", _reduced, _in_fp32, lambda ours: ours["precision.compute"] != "fp32"
+GRAD_REDUCE_IN_FP32 = Entry(
+    "grad_reduce_in_fp32",
+    _read_reduce_dtype,
+    _write_reduce_in_fp32,
+    lambda values: values["precision.compute"] != "fp32",
 )
 
 
-def reduction(theirs: dict[str, Any], compute: str) -> None:
-    """Put into grad_reduce_in_fp32 the codec that it means under `compute`, or take it out where auto says the same."""
-    in_fp32 = {"true": True, "false": False}.get(str(theirs.get("grad_reduce_in_fp32")).lower())
-    if in_fp32 is None:
+def resolve_grad_reduce_dtype(settings: dict[str, Any], compute: str) -> None:
+    """Replaces grad_reduce_in_fp32 by the dtype that it means, or removes the recipe's default."""
+    text = str(settings.get("grad_reduce_in_fp32")).lower()
+    if text not in ("true", "false"):
         return
-    if compute == "fp32" or in_fp32 == (compute == "bf16"):
-        del theirs["grad_reduce_in_fp32"]
+    in_fp32 = text == "true"
+    # The recipe reduces in fp32 under bf16, and in fp16 under fp16.
+    is_default = in_fp32 == (compute == "bf16")
+    if compute == "fp32" or is_default:
+        del settings["grad_reduce_in_fp32"]
     else:
-        theirs["grad_reduce_in_fp32"] = "fp32" if in_fp32 else compute
+        settings["grad_reduce_in_fp32"] = "fp32" if in_fp32 else compute
 
 
-def refuse_both(
-    theirs: Values, named: str | None = None, fp8_field: str = "fp8", fp4_field: str = "fp4"
+# Settings that depend on each other.
+
+
+def find_compute_dtype(settings: Values) -> str:
+    """Returns the dtype of the switches, fp32 if both are off."""
+    for dtype in ("bf16", "fp16"):
+        if is_on(settings.get(dtype)):
+            return dtype
+    return "fp32"
+
+
+def reject_conflicts(
+    settings: Values,
+    named_dtype: str | None = None,
+    fp8_field: str = "fp8",
+    fp4_field: str = "fp4",
 ) -> None:
-    """Raise ConfigError where bf16 and fp16 are both on, of which one may be `named` and no switch, or FP8 and FP4."""
-    halves = [dtype for dtype in ("bf16", "fp16") if dtype == named or is_on(theirs.get(dtype))]
-    narrow = [field for field in (fp8_field, fp4_field) if theirs.get(field) not in OFF]
+    """Raises ConfigError if both bf16 and fp16 are on, or both FP8 and FP4.
+
+    Args:
+        settings: Settings of the project.
+        named_dtype: A dtype that is set by name instead of a switch.
+        fp8_field: Key of FP8's format.
+        fp4_field: Key of FP4's format.
+    """
+    dtypes = [
+        dtype for dtype in ("bf16", "fp16") if dtype == named_dtype or is_on(settings.get(dtype))
+    ]
+    formats = [field for field in (fp8_field, fp4_field) if settings.get(field) not in OFF]
     refuse_if(
-        [f"{' and '.join(two)} are both on; drop one" for two in (halves, narrow) if len(two) == 2]
+        [
+            f"{' and '.join(switches)} are both on; remove one"
+            for switches in (dtypes, formats)
+            if len(switches) == 2
+        ]
     )
 
 
-def what_is_on(
-    theirs: dict[str, Any], spared: tuple[int, int], fp4_field: str = "fp4"
+def drop_inactive_fields(
+    settings: dict[str, Any], default_layers: tuple[int, int], fp4_field: str = "fp4"
 ) -> list[str]:
-    """Take out the fields of layers at the ends, unless first_last_layers_bf16 is on, and of FP4 or FP8 where the other runs.
-    A line for each that somebody set; `spared` is what the layers at the ends are where nobody did.
+    """Removes fields that other fields switch off. Returns a remark on each field of the user.
+
+    Args:
+        settings: Settings of the project. Changed in place.
+        default_layers: Defaults of num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16.
+        fp4_field: Key of FP4's format.
     """
-    lines, ends = [], ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    if not is_on(theirs.get("first_last_layers_bf16")):
-        for key, unset in zip(ends, spared, strict=True):
-            if key in theirs and theirs.pop(key) != unset:
-                lines.append(f"{key}: has no effect without first_last_layers_bf16")
-    idle = "fp4_" if theirs.get(fp4_field) in OFF else "fp8_"
-    for key in [k for k in theirs if k in (f"{idle}recipe", f"{idle}param_gather", f"{idle}wgrad")]:
-        value = theirs.pop(key)
-        if idle == "fp4_" and value not in (*OFF, "nvfp4"):
-            lines.append(f"{shown(key, value)}: has no effect without {fp4_field}")
-    return lines
+    remarks = []
+    if not is_on(settings.get("first_last_layers_bf16")):
+        keys = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        for key, default in zip(keys, default_layers, strict=True):
+            if key in settings and settings.pop(key) != default:
+                remarks.append(f"{key}: has no effect without first_last_layers_bf16")
+    # Files have the fields of both formats, at their defaults.
+    inactive = "fp4" if settings.get(fp4_field) in OFF else "fp8"
+    inactive_keys = (f"{inactive}_recipe", f"{inactive}_param_gather", f"{inactive}_wgrad")
+    for key in list(settings):
+        if key not in inactive_keys:
+            continue
+        value = settings.pop(key)
+        if inactive == "fp4" and value not in (*OFF, "nvfp4"):
+            remarks.append(f"{format_setting(key, value)}: has no effect without {fp4_field}")
+    return remarks
 
 
-_DTYPE = Unsaid(
+_DTYPE_NAMES = ("float32", "bfloat16", "float16", "half")
+_DTYPE = Unsupported(
     "follows from precision.compute",
-    (
-        None,
-        True,
-        False,
-        *(
-            at + name
-            for at in ("", "torch.")
-            for name in ("float32", "bfloat16", "float16", "half")
-        ),
-    ),
+    (None, True, False, *_DTYPE_NAMES, *(f"torch.{name}" for name in _DTYPE_NAMES)),
 )
-UNSAID = {
+UNSUPPORTED = {
     **dict.fromkeys(
         ("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled"), _DTYPE
     ),
-    "fp8_interval": Unsaid("Megatron ignores it", (1,)),
-    "reuse_grad_buf_for_mxfp8_param_ag": Unsaid(
+    "fp8_interval": Unsupported("Megatron ignores it", (1,)),
+    "reuse_grad_buf_for_mxfp8_param_ag": Unsupported(
         "a buffer of Megatron's distributed optimizer", (True, False)
     ),
-    "keep_fp8_transpose_cache": Unsaid(
-        "of Megatron-FSDP, which gathers weights for each pass; backend=native has "
-        "fp8.keep_transpose_cache where they stay",
+    "keep_fp8_transpose_cache": Unsupported(
+        "only for Megatron-FSDP, which gathers weights in each pass; backend=native has"
+        " fp8.keep_transpose_cache for weights that are not gathered",
         (False,),
     ),
     **dict.fromkeys(
         ("fp8_quantizer_factory", "fp4_quantizer_factory"),
-        Unsaid("a recipe cannot name code to run", OFF),
+        Unsupported("Python code, which a recipe cannot name", OFF),
     ),
 }
-WHY = {
+_NO_BF16_LAYERS = "Megatron rejects first_last_layers_bf16 under delayed scaling"
+REASONS = {
     "fp8.interval": "Megatron ignores fp8_interval",
-    "fp8.amax_history_len": "has an effect there only under delayed scaling",
-    "fp8.override_linear_precision.wgrad": "fp8_wgrad does nothing there but under delayed scaling",
-    "fp8.high_precision_at_start": "Megatron refuses first_last_layers_bf16 under delayed scaling",
-    "fp8.high_precision_at_end": "Megatron refuses first_last_layers_bf16 under delayed scaling",
-    "backend": "Megatron multiplies with Transformer Engine",
+    "fp8.amax_history_len": "Megatron uses it only under delayed scaling",
+    "fp8.override_linear_precision.wgrad": "Megatron uses fp8_wgrad only under delayed scaling",
+    "fp8.high_precision_at_start": _NO_BF16_LAYERS,
+    "fp8.high_precision_at_end": _NO_BF16_LAYERS,
+    "backend": "Megatron uses Transformer Engine",
     "fp8.keep_transpose_cache": (
-        "Transformer Engine keeps them, but for those that Megatron-FSDP gathers"
+        "Transformer Engine keeps transposes, except of weights that Megatron-FSDP gathers"
     ),
 }
-DOUBTS = {
-    "fp8.override_linear_precision.wgrad": (
-        "Transformer Engine 2 knows it no more and drops it without a word"
-    )
+CAVEATS = {
+    "fp8.override_linear_precision.wgrad": "Transformer Engine 2 ignores it without a message"
 }
-"""What they say and Transformer Engine does not carry out."""
 
-_WHOLE = {
+
+# Model, batches, optimizer and parallelism.
+
+_INTEGERS = {
     "num_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",
     "ffn_hidden_size": "model.ffn_hidden_size",
@@ -274,7 +343,7 @@ _WHOLE = {
     "pipeline_model_parallel_size": "trainer.strategy.pipeline_model_parallel_size",
     "context_parallel_size": "trainer.strategy.context_parallel_size",
 }
-_REAL = {
+_NUMBERS = {
     "rotary_base": "model.rotary_base",
     "norm_epsilon": "model.layernorm_epsilon",
     "init_method_std": "model.init_method_std",
@@ -285,99 +354,102 @@ _REAL = {
 }
 
 
-def _beta(value: Any) -> dict[str, Any]:
-    """Half of optim.betas, which `shape` makes of both."""
-    number(value)
+def _check_beta(value: Any) -> dict[str, Any]:
+    """Sets nothing: `combine_betas` makes optim.betas of both betas."""
+    parse_float(value)
     return {}
 
 
-MODEL = (
-    *(same(theirs, ours, integer) for theirs, ours in _WHOLE.items()),
-    *(same(theirs, ours, number) for theirs, ours in _REAL.items()),
+_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+
+
+def _same_choices(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+JOB_ENTRIES = (
+    *(same_value(key, recipe_key, parse_int) for key, recipe_key in _INTEGERS.items()),
+    *(same_value(key, recipe_key, parse_float) for key, recipe_key in _NUMBERS.items()),
     Entry(
         "kv_channels",
-        lambda value: {"model.kv_channels": integer(value)},
-        lambda ours: ours["model.kv_channels"] or SILENT,
+        lambda setting: {"model.kv_channels": parse_int(setting)},
+        lambda values: values["model.kv_channels"] or OMIT,
     ),
     Entry(
         "min_lr",
-        lambda value: {"optim.min_lr": number(value)},
-        lambda ours: SILENT if ours["optim.min_lr"] is None else ours["optim.min_lr"],
+        lambda setting: {"optim.min_lr": parse_float(setting)},
+        lambda values: OMIT if values["optim.min_lr"] is None else values["optim.min_lr"],
     ),
-    option(
-        "lr_decay_style",
-        "optim.lr_decay_style",
-        {"cosine": "cosine", "linear": "linear", "constant": "constant"},
+    renamed_choice(
+        "lr_decay_style", "optim.lr_decay_style", _same_choices("cosine", "linear", "constant")
     ),
-    option("optimizer", "optim.name", {"adam": "adamw", "sgd": "sgd"}),
-    read_only("BETAS", lambda both: {"optim.betas": numbers(both)}),
-    Entry("adam_beta1", _beta, lambda ours: ours["optim.betas"][0]),
-    Entry("adam_beta2", _beta, lambda ours: ours["optim.betas"][1]),
-    switch("sequence_parallel", "trainer.strategy.sequence_parallel", True),
-    *(
-        switch(name, f"data.{name}", True)
-        for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
-    ),
+    renamed_choice("optimizer", "optim.name", {"adam": "adamw", "sgd": "sgd"}),
+    read_only("BETAS", lambda setting: {"optim.betas": parse_floats(setting)}),
+    Entry("adam_beta1", _check_beta, lambda values: values["optim.betas"][0]),
+    Entry("adam_beta2", _check_beta, lambda values: values["optim.betas"][1]),
+    switch_for("sequence_parallel", "trainer.strategy.sequence_parallel", True),
+    switch_for("eod_mask_loss", "data.eod_mask_loss", True),
+    switch_for("reset_attention_mask", "data.reset_attention_mask", True),
+    switch_for("reset_position_ids", "data.reset_position_ids", True),
     Entry(
         "untie_embeddings_and_output_weights",
-        lambda on: {"model.share_embeddings_and_output_weights": not boolean(on)},
-        lambda ours: not ours["model.share_embeddings_and_output_weights"] or SILENT,
+        lambda setting: {"model.share_embeddings_and_output_weights": not parse_bool(setting)},
+        lambda values: not values["model.share_embeddings_and_output_weights"] or OMIT,
     ),
-    option(
-        "recompute_granularity",
-        "model.recompute_granularity",
-        {"selective": "selective", "full": "full"},
+    renamed_choice(
+        "recompute_granularity", "model.recompute_granularity", _same_choices("selective", "full")
     ),
     write_only(
         "recompute_method",
-        lambda _: "uniform",
-        lambda ours: ours["model.recompute_granularity"] == "full",
+        lambda values: "uniform",
+        lambda values: values["model.recompute_granularity"] == "full",
     ),
-    write_only("group_query_attention", lambda _: True),
-    switch("swiglu", "model.activation", "swiglu"),
-    switch("squared_relu", "model.activation", "squared_relu"),
-    read_only("GELU", lambda _: {"model.activation": "gelu"}),
+    write_only("group_query_attention", lambda values: True),
+    switch_for("swiglu", "model.activation", "swiglu"),
+    switch_for("squared_relu", "model.activation", "squared_relu"),
+    read_only("GELU", lambda setting: {"model.activation": "gelu"}),
     Entry(
         "disable_bias_linear",
-        lambda on: {"model.add_bias_linear": not boolean(on)},
-        lambda ours: not ours["model.add_bias_linear"] or SILENT,
+        lambda setting: {"model.add_bias_linear": not parse_bool(setting)},
+        lambda values: not values["model.add_bias_linear"] or OMIT,
     ),
-    switch("add_qkv_bias", "model.add_qkv_bias", True),
-    switch("qk_layernorm", "model.qk_layernorm", "head"),
+    switch_for("add_qkv_bias", "model.add_qkv_bias", True),
+    switch_for("qk_layernorm", "model.qk_layernorm", "head"),
     Entry(
         "normalization",
-        lambda value: {
-            "model.normalization": one_of(value, {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"})
-        },
-        lambda ours: ours["model.normalization"],
+        lambda setting: {"model.normalization": parse_choice(setting, _NORMALIZATIONS)},
+        lambda values: values["model.normalization"],
     ),
-    switch("apply_layernorm_1p", "model.layernorm_zero_centered_gamma", True),
-    option(
+    switch_for("apply_layernorm_1p", "model.layernorm_zero_centered_gamma", True),
+    renamed_choice(
         "position_embedding_type",
         "model.position_embedding_type",
-        {"rope": "rope", "learned_absolute": "learned_absolute"},
+        _same_choices("rope", "learned_absolute"),
     ),
-    same(
+    same_value(
         "rotary_percent",
         "model.rotary_percent",
-        number,
-        lambda ours: ours["model.rotary_percent"] != 1.0,
+        parse_float,
+        lambda values: values["model.rotary_percent"] != 1.0,
     ),
     Entry(
         "max_position_embeddings",
-        lambda value: {"model.max_position_embeddings": integer(value)},
-        lambda ours: ours["model.max_position_embeddings"] or SILENT,
+        lambda setting: {"model.max_position_embeddings": parse_int(setting)},
+        lambda values: values["model.max_position_embeddings"] or OMIT,
     ),
 )
-MODEL_UNSAID = {
-    "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
-    "recompute_modules": Unsaid(
+JOB_UNSUPPORTED = {
+    "transformer_impl": Unsupported("follows from backend", ("transformer_engine",)),
+    "recompute_modules": Unsupported(
         "selective recomputes core attention, norms and the activation function here",
         ("core_attn", ["core_attn"]),
     ),
-    "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
+    "te_rng_tracker": Unsupported("random numbers follow from trainer.seed"),
 }
-_TOGETHER = (
+# The recipe keys of a job. Those in the second half cannot be exported.
+_JOB_RECIPE_KEYS = (
+    *_INTEGERS.values(),
+    *_NUMBERS.values(),
     "optim.betas",
     "optim.min_lr",
     "optim.lr_decay_style",
@@ -398,8 +470,7 @@ _TOGETHER = (
     "data.eod_mask_loss",
     "data.reset_attention_mask",
     "data.reset_position_ids",
-)
-_ELSEWHERE = (
+    # Without a flag, or with flags that an export does not write:
     "model.rope_scaling.factor",
     "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.high_freq_factor",
@@ -416,155 +487,170 @@ _ELSEWHERE = (
     "optim.constant_steps",
     "trainer.strategy.virtual_pipeline_model_parallel_size",
 )
-BEYOND = (*_WHOLE.values(), *_REAL.values(), *_TOGETHER, *_ELSEWHERE)
-MODEL_WHY = {
-    "model.rope_scaling.factor": "write --use-rope-scaling and --rope-scaling-factor by hand",
+_JOB_REASONS = {
+    "model.rope_scaling.factor": "add --use-rope-scaling and --rope-scaling-factor by hand",
     "optim.name": "Megatron's adam is AdamW",
-    "optim.min_lr": "Megatron's default is 0; write optim.min_lr",
+    "optim.min_lr": "Megatron's default is 0; set optim.min_lr",
 }
 
 
-def betas(theirs: dict[str, Any]) -> None:
-    """Makes one value of both betas, with Megatron's default for a missing one."""
-    if "adam_beta1" in theirs or "adam_beta2" in theirs:
-        theirs["BETAS"] = (theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999))
+def combine_betas(settings: dict[str, Any]) -> None:
+    """Combines both betas into one setting. A missing beta has Megatron's default."""
+    if "adam_beta1" in settings or "adam_beta2" in settings:
+        settings["BETAS"] = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
 
 
-def shape(theirs: dict[str, Any]) -> list[str]:
-    """Megatron's own defaults of a model, where flags give one; betas become one value; a line for what a recipe cannot say."""
-    lines: list[str] = []
-    betas(theirs)
-    if "hidden_size" in theirs and "num_attention_heads" in theirs:
-        hidden = integer(theirs["hidden_size"])
-        theirs.setdefault(
-            "ffn_hidden_size", 8 * hidden // 3 // 64 * 64 if "swiglu" in theirs else 4 * hidden
-        )
-        if not is_on(theirs.get("group_query_attention")):
-            theirs["num_query_groups"] = theirs["num_attention_heads"]
-        theirs.setdefault("untie_embeddings_and_output_weights", False)
-        for key, value in (
-            ("normalization", "LayerNorm"),
-            ("position_embedding_type", "learned_absolute"),
-            ("disable_bias_linear", False),
-        ):
-            theirs.setdefault(key, value)
-        if not is_on(theirs.get("swiglu")) and not is_on(theirs.get("squared_relu")):
-            theirs["GELU"] = True
-        if theirs["disable_bias_linear"] is False and theirs.pop("add_qkv_bias", False):
-            lines.append("add_qkv_bias: has no effect without disable_bias_linear")
-    return lines
+def apply_model_defaults(settings: dict[str, Any]) -> list[str]:
+    """Adds Megatron's defaults of a model, in place, if the settings have a model's shape.
+
+    Returns:
+        A remark on a setting without effect, if any.
+    """
+    combine_betas(settings)
+    if "hidden_size" not in settings or "num_attention_heads" not in settings:
+        return []
+    hidden_size = parse_int(settings["hidden_size"])
+    ffn_hidden_size = 4 * hidden_size
+    if "swiglu" in settings:
+        # Megatron: int((4 * hidden_size * 2 / 3) / 64) * 64
+        ffn_hidden_size = 8 * hidden_size // 3 // 64 * 64
+    settings.setdefault("ffn_hidden_size", ffn_hidden_size)
+    if not is_on(settings.get("group_query_attention")):
+        settings["num_query_groups"] = settings["num_attention_heads"]
+    settings.setdefault("untie_embeddings_and_output_weights", False)
+    settings.setdefault("normalization", "LayerNorm")
+    settings.setdefault("position_embedding_type", "learned_absolute")
+    settings.setdefault("disable_bias_linear", False)
+    if not is_on(settings.get("swiglu")) and not is_on(settings.get("squared_relu")):
+        settings["GELU"] = True
+    # With biases in all linear layers, qkv has one anyway.
+    if settings["disable_bias_linear"] is False and settings.pop("add_qkv_bias", False):
+        return ["add_qkv_bias: has no effect without disable_bias_linear"]
+    return []
 
 
-def differs(ours: Values) -> list[str]:
-    """The line on selective recomputation, which there is of core attention alone by default."""
-    selective = ours["model.recompute_granularity"] == "selective"
-    return (
-        [
-            "model.recompute_granularity=selective: Megatron recomputes core attention alone where"
-            " nothing more is said; norms, as here, with --recompute-modules core_attn layernorm"
-        ]
-        if selective
-        else []
-    )
+def _list_export_remarks(values: Values) -> list[str]:
+    if values["model.recompute_granularity"] != "selective":
+        return []
+    return [
+        "model.recompute_granularity=selective: Megatron recomputes only core attention by default;"
+        " add --recompute-modules core_attn layernorm to recompute norms, as fp8cfg does"
+    ]
 
 
-_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16_scaled", "fp8": "fp8"}
-"""Their dtypes of optimizer state as our codecs: TE's FusedAdam scales fp16 and FP8 by the amax of each tensor."""
-_STATE = {
+# Optimizer state of Megatron-LM.
+
+# TE's FusedAdam scales fp16 and FP8 state by the amax of each tensor.
+_STATE_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16_scaled", "fp8": "fp8"}
+_STATE_KEYS = {
     "exp_avg_dtype": "storage.exp_avg",
     "exp_avg_sq_dtype": "storage.exp_avg_sq",
     "main_params_dtype": "storage.master_weight",
 }
 
 
-def _precise(ours: Values) -> bool:
-    """Of recipes whose optimizer state is not Megatron's float32, or whose gradients are not those that are reduced."""
-    masters = "none" if ours["precision.compute"] == "fp32" else "fp32"
-    usual = {
-        "storage.exp_avg": "fp32",
-        "storage.exp_avg_sq": "fp32",
-        "storage.master_weight": masters,
-    }
-    return _main_grads(ours) or any(ours[k] != v for k, v in usual.items())
+def _needs_precision_aware_optimizer(values: Values) -> bool:
+    """Returns whether state is not Megatron's default, float32, or gradients have another dtype."""
+    master_weight = "none" if values["precision.compute"] == "fp32" else "fp32"
+    return (
+        _has_bf16_main_grads(values)
+        or values["storage.exp_avg"] != "fp32"
+        or values["storage.exp_avg_sq"] != "fp32"
+        or values["storage.master_weight"] != master_weight
+    )
 
 
-def _main_grads(ours: Values) -> bool:
-    return bool(ours["storage.weight_grad"] == "bf16" and ours["storage.comm"] != "bf16")
+def _has_bf16_main_grads(values: Values) -> bool:
+    """Returns whether gradients are stored in bf16 and reduced in another dtype."""
+    return bool(values["storage.weight_grad"] == "bf16" and values["storage.comm"] != "bf16")
 
 
-def _half_wire(ours: Values) -> Any:
-    return (ours["precision.compute"] == ours["storage.comm"] == "bf16") or SILENT
+def _write_reduce_in_bf16(values: Values) -> Any:
+    return values["precision.compute"] == values["storage.comm"] == "bf16" or OMIT
 
 
-def _full_wire(ours: Values) -> Any:
-    return ours["storage.comm"] == "fp32" or SILENT
+def _write_reduce_in_fp32_under_fp16(values: Values) -> Any:
+    return values["storage.comm"] == "fp32" or OMIT
 
 
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """What the flags come to: dtypes of state only with the precision-aware optimizer, gradients' from those about the wire."""
-    lines = what_is_on(theirs, (1, 1), "fp4_format") + shape(theirs)
-    if not is_on(theirs.get("use_precision_aware_optimizer")):
-        for key in [k for k in (*_STATE, "main_grads_dtype") if k in theirs]:
-            if theirs.pop(key) != "fp32":
-                lines.append(f"{key}: has no effect without use_precision_aware_optimizer")
-    compute = next((dtype for dtype in ("bf16", "fp16") if is_on(theirs.get(dtype))), "fp32")
-    if theirs.get("main_params_dtype") == "fp32":
-        del theirs["main_params_dtype"]  # what masters are anyway
-    if theirs.get("main_grads_dtype") == "fp32" and not is_on(theirs.get("grad_reduce_in_bf16")):
-        del theirs["main_grads_dtype"]
+def _prepare(settings: dict[str, Any]) -> list[str]:
+    remarks = drop_inactive_fields(settings, (1, 1), "fp4_format")
+    remarks += apply_model_defaults(settings)
+    if not is_on(settings.get("use_precision_aware_optimizer")):
+        for key in (*_STATE_KEYS, "main_grads_dtype"):
+            if key in settings and settings.pop(key) != "fp32":
+                remarks.append(f"{key}: has no effect without use_precision_aware_optimizer")
+    compute = find_compute_dtype(settings)
+    reduces_in_bf16 = is_on(settings.get("grad_reduce_in_bf16"))
+    # The defaults of both projects are the same here.
+    if settings.get("main_params_dtype") == "fp32":
+        del settings["main_params_dtype"]
+    if settings.get("main_grads_dtype") == "fp32" and not reduces_in_bf16:
+        del settings["main_grads_dtype"]
+
     if compute == "fp32":
-        theirs["FP32"] = True
-        if (masters := theirs.pop("main_params_dtype", None)) is not None:
-            lines.append(f"main_params_dtype={masters}: has no effect without --bf16 or --fp16")
-    if compute == "bf16" and is_on(theirs.get("grad_reduce_in_bf16")):
-        theirs["GRADS"] = "bf16"
-    if compute == "fp16" and is_on(theirs.get("accumulate_allreduce_grads_in_fp32")):
-        theirs["GRADS"] = "fp32"
-    refuse_both(theirs, None, "fp8_format", "fp4_format")
-    return lines
+        settings["FP32"] = True
+        if "main_params_dtype" in settings:
+            dtype = settings.pop("main_params_dtype")
+            remarks.append(f"main_params_dtype={dtype}: has no effect without --bf16 or --fp16")
+    if compute == "bf16" and reduces_in_bf16:
+        settings["GRADS"] = "bf16"
+    if compute == "fp16" and is_on(settings.get("accumulate_allreduce_grads_in_fp32")):
+        settings["GRADS"] = "fp32"
+    reject_conflicts(settings, None, "fp8_format", "fp4_format")
+    return remarks
 
 
-_PRECISION = (
-    read_only("FP32", lambda _: {"precision.compute": "fp32"}),
-    switch("fp16", "precision.compute", "fp16"),
-    switch("bf16", "precision.compute", "bf16"),
-    *fields("fp8_format", "fp4_format"),
+_PRECISION_ENTRIES = (
+    read_only("FP32", lambda setting: {"precision.compute": "fp32"}),
+    switch_for("fp16", "precision.compute", "fp16"),
+    switch_for("bf16", "precision.compute", "bf16"),
+    *precision_entries("fp8_format", "fp4_format"),
     Entry(
         "no_fp8_wgrad",
-        lambda on: {"fp8.override_linear_precision.wgrad": boolean(on)},
-        lambda ours: ours["fp8.override_linear_precision.wgrad"] or SILENT,
-        delayed,
+        lambda setting: {"fp8.override_linear_precision.wgrad": parse_bool(setting)},
+        lambda values: values["fp8.override_linear_precision.wgrad"] or OMIT,
+        uses_delayed_scaling,
     ),
-    read_only("GRADS", lambda codec: {"storage.comm": codec, "storage.weight_grad": codec}),
-    write_only("grad_reduce_in_bf16", _half_wire),
-    write_only("accumulate_allreduce_grads_in_fp32", _full_wire, fp16),
-    write_only("use_precision_aware_optimizer", lambda _: True, _precise),
-    option(
+    read_only("GRADS", lambda dtype: {"storage.comm": dtype, "storage.weight_grad": dtype}),
+    write_only("grad_reduce_in_bf16", _write_reduce_in_bf16),
+    write_only(
+        "accumulate_allreduce_grads_in_fp32", _write_reduce_in_fp32_under_fp16, computes_in_fp16
+    ),
+    write_only(
+        "use_precision_aware_optimizer", lambda values: True, _needs_precision_aware_optimizer
+    ),
+    renamed_choice(
         "main_grads_dtype",
         "storage.weight_grad",
         {"bf16": "bf16", "fp32": "fp32"},
-        lambda ours: _precise(ours) and ours["storage.weight_grad"] == "bf16",
+        lambda values: (
+            _needs_precision_aware_optimizer(values) and values["storage.weight_grad"] == "bf16"
+        ),
     ),
-    *(option(theirs, ours, _DTYPES, _precise) for theirs, ours in _STATE.items()),
-    switch("use_distributed_optimizer", "storage.shard", "zero1"),
-    *loss_scaling(),
+    *(
+        renamed_choice(key, recipe_key, _STATE_DTYPES, _needs_precision_aware_optimizer)
+        for key, recipe_key in _STATE_KEYS.items()
+    ),
+    switch_for("use_distributed_optimizer", "storage.shard", "zero1"),
+    *loss_scale_entries(),
 )
-PRECISION_FLAGS = frozenset(entry.theirs for entry in _PRECISION)
-MEGATRON = Dialect(
+PRECISION_FLAGS = frozenset(entry.key for entry in _PRECISION_ENTRIES)
+MEGATRON = KeyTable(
     "Megatron-LM",
-    (*_PRECISION, *MODEL),
-    {"fp8": "fp8_format", "fp4": "fp4_format", "fp8_param": "fp8_param_gather"},
-    {
+    (*_PRECISION_ENTRIES, *JOB_ENTRIES),
+    aliases={"fp8": "fp8_format", "fp4": "fp4_format", "fp8_param": "fp8_param_gather"},
+    defaults={
         "fp8_amax_history_len": 1,
         "fp8_amax_compute_algo": "most_recent",
         "num_layers_at_start_in_bf16": 1,
         "num_layers_at_end_in_bf16": 1,
     },
-    {**UNSAID, **MODEL_UNSAID},
-    _prepare,
-    refuse,
-    why={**WHY, **MODEL_WHY},
-    doubts=DOUBTS,
-    beyond=BEYOND,
-    differs=differs,
+    unsupported={**UNSUPPORTED, **JOB_UNSUPPORTED},
+    prepare=_prepare,
+    export_errors=find_export_errors,
+    reasons={**REASONS, **_JOB_REASONS},
+    caveats=CAVEATS,
+    extra_keys=_JOB_RECIPE_KEYS,
+    export_remarks=_list_export_remarks,
 )

@@ -1,38 +1,39 @@
-"""NeMo MegatronMixedPrecision plugin and Megatron-Bridge MixedPrecisionConfig: fields, and presets by name."""
+"""Key tables of NeMo's MegatronMixedPrecision plugin and Megatron-Bridge's MixedPrecisionConfig."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.interop.job_keys import JOB, place, prepare
+from fp8cfg.interop.job_keys import RUN_ENTRIES, combine_model_settings, find_section_key
 from fp8cfg.interop.key_table import (
-    Dialect,
     Entry,
-    Unsaid,
+    KeyTable,
+    Unsupported,
     Values,
-    is_on,
-    one_of,
+    parse_choice,
     read_only,
-    switch,
+    switch_for,
 )
 from fp8cfg.interop.megatron import (
-    DOUBTS,
-    DYNAMIC,
-    MODEL_UNSAID,
+    CAVEATS,
+    DYNAMIC_LOSS_SCALE,
+    FP8_WGRAD,
+    GRAD_REDUCE_IN_FP32,
+    JOB_UNSUPPORTED,
     OFF,
-    REDUCED,
-    REUSE,
-    UNSAID,
-    WGRAD,
-    WHY,
-    fields,
-    loss_scaling,
-    reduction,
-    refuse,
-    refuse_both,
-    what_is_on,
+    REASONS,
+    REUSE_GRAD_BUFFER,
+    UNSUPPORTED,
+    drop_inactive_fields,
+    find_compute_dtype,
+    find_export_errors,
+    loss_scale_entries,
+    precision_entries,
+    reject_conflicts,
+    resolve_grad_reduce_dtype,
 )
 
+# Lightning's names in all versions -> precision.compute
 _PRECISIONS = {
     "bf16-mixed": "bf16",
     "bf16": "bf16",
@@ -46,67 +47,83 @@ _PRECISIONS = {
     "bf16-true": "bf16",
     "16-true": "fp16",
 }
-_WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
+_LIGHTNING_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 
 
-def compute_of(theirs: Values) -> str:
-    """The compute dtype that `theirs` has, by its name or by switches; fp32 where all are off."""
-    named = _PRECISIONS.get(str(theirs.get("precision")).lower())
-    return named or next((dtype for dtype in ("bf16", "fp16") if is_on(theirs.get(dtype))), "fp32")
+def _named_dtype(settings: Values) -> str | None:
+    """Returns the compute dtype of `precision`, or None."""
+    return _PRECISIONS.get(str(settings.get("precision")).lower())
 
 
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    lines = what_is_on(theirs, (0, 0))
-    if theirs.get("precision") in OFF and compute_of(theirs) == "fp32":
-        theirs["fp32"] = True
-    reduction(theirs, compute_of(theirs))
-    refuse_both(theirs, _PRECISIONS.get(str(theirs.get("precision")).lower()))
-    return lines + prepare(theirs)
+def _read_precision(value: Any) -> dict[str, Any]:
+    if value in OFF:
+        return {}
+    return {"precision.compute": parse_choice(value, _PRECISIONS)}
 
 
-_SPELLINGS = {
+def _prepare(settings: dict[str, Any]) -> list[str]:
+    remarks = drop_inactive_fields(settings, default_layers=(0, 0))
+    named_dtype = _named_dtype(settings)
+    compute = named_dtype or find_compute_dtype(settings)
+    if settings.get("precision") in OFF and compute == "fp32":
+        settings["fp32"] = True
+    resolve_grad_reduce_dtype(settings, compute)
+    reject_conflicts(settings, named_dtype)
+    return remarks + combine_model_settings(settings)
+
+
+_ALIASES = {
     "fp8_param": "fp8_param_gather",
     "fp8_params": "fp8_param_gather",
     "fp4_param": "fp4_param_gather",
 }
-_SHARED = (*fields(), WGRAD, REDUCED, REUSE)
+_SHARED_ENTRIES = (*precision_entries(), FP8_WGRAD, GRAD_REDUCE_IN_FP32, REUSE_GRAD_BUFFER)
 _DEFAULTS = {
     "fp8_amax_history_len": 1,
     "fp8_amax_compute_algo": "most_recent",
     "grad_reduce_in_fp32": True,
 }
-_SWITCHES = tuple(switch(dtype, "precision.compute", dtype) for dtype in ("fp32", "fp16", "bf16"))
-NEMO = Dialect(
+_SWITCHES = tuple(
+    switch_for(dtype, "precision.compute", dtype) for dtype in ("fp32", "fp16", "bf16")
+)
+NEMO = KeyTable(
     "NeMo",
     (
-        *(read_only(e.theirs, e.read) for e in _SWITCHES),
+        *(read_only(switch.key, switch.read) for switch in _SWITCHES),
         Entry(
             "precision",
-            lambda value: {} if value in OFF else {"precision.compute": one_of(value, _PRECISIONS)},
-            lambda ours: _WORDS[ours["precision.compute"]],
+            _read_precision,
+            lambda values: _LIGHTNING_NAMES[values["precision.compute"]],
         ),
-        *_SHARED,
-        *loss_scaling("fp16_"),
-        *JOB,
+        *_SHARED_ENTRIES,
+        *loss_scale_entries("fp16_"),
+        *RUN_ENTRIES,
     ),
-    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}},
-    _DEFAULTS,
-    {**UNSAID, **MODEL_UNSAID, "device": Unsaid("trainer.accelerator says it", ("cuda",))},
-    _prepare,
-    refuse,
-    why=WHY,
-    doubts=DOUBTS,
-    place=place,
+    aliases={
+        **_ALIASES,
+        **{name: f"fp16_{name}" for name in ("loss_scale", *DYNAMIC_LOSS_SCALE)},
+    },
+    defaults=_DEFAULTS,
+    unsupported={
+        **UNSUPPORTED,
+        **JOB_UNSUPPORTED,
+        "device": Unsupported("follows from trainer.accelerator", ("cuda",)),
+    },
+    prepare=_prepare,
+    export_errors=find_export_errors,
+    reasons=REASONS,
+    caveats=CAVEATS,
+    find_section_key=find_section_key,
 )
-BRIDGE = Dialect(
+BRIDGE = KeyTable(
     "Megatron-Bridge",
-    (*_SWITCHES, *_SHARED, *loss_scaling(), *JOB),
-    _SPELLINGS,
-    {**_DEFAULTS, "fp8_recipe": "tensorwise"},
-    {**UNSAID, **MODEL_UNSAID},
-    _prepare,
-    refuse,
-    why=WHY,
-    doubts=DOUBTS,
-    place=place,
+    (*_SWITCHES, *_SHARED_ENTRIES, *loss_scale_entries(), *RUN_ENTRIES),
+    aliases=_ALIASES,
+    defaults={**_DEFAULTS, "fp8_recipe": "tensorwise"},
+    unsupported={**UNSUPPORTED, **JOB_UNSUPPORTED},
+    prepare=_prepare,
+    export_errors=find_export_errors,
+    reasons=REASONS,
+    caveats=CAVEATS,
+    find_section_key=find_section_key,
 )

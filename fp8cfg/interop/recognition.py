@@ -1,4 +1,4 @@
-"""Files and commands of other projects than the one that is to be imported."""
+"""Recognition of files and commands of other projects than the imported one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8cfg.schema.foreign_files import matching
 
+# Pattern of a command -> project, and its name in `fp8cfg import`, None without an importer.
 COMMANDS = {
     r"accelerate\s+launch": ("Accelerate", "accelerate"),
     r"deepspeed": ("DeepSpeed", "deepspeed"),
@@ -18,30 +19,31 @@ COMMANDS = {
     r"swift\s+(?:sft|pt|rlhf)": ("ms-swift", None),
     r"tune\s+run": ("torchtune", None),
 }
-SWIFT = re.compile(r"^\s*(?:\w+=\S+\s+)*megatron\s+(sft|pt|rlhf)\b", re.MULTILINE)
-"""ms-swift's trainer, which takes flags with the names of Megatron-LM's."""
+_ENVIRONMENT = r"^\s*(?:\w+=\S+\s+)*"  # CUDA_VISIBLE_DEVICES=0 and the like, before a command
+SWIFT_COMMAND = re.compile(rf"{_ENVIRONMENT}megatron\s+(sft|pt|rlhf)\b", re.MULTILINE)
+"""ms-swift's trainer. Its flags have the names of Megatron-LM's flags."""
 
 
-def other_project(verb: str, data: Mapping[str, Any]) -> str:
-    """Returns the line on a file of another project than `verb`; empty if it may be of that one."""
+def describe_other_project(name: str, data: Mapping[str, Any]) -> str:
+    """Returns the error for a file of another project, "" if it may be a file of `name`."""
     matches = matching(data)
-    if not matches or any(each.verb == verb for each in matches):
+    if not matches or any(signature.verb == name for signature in matches):
         return ""
-    return _line(matches[0].project, matches[0].verb, "configuration file")
+    return _describe(matches[0].project, matches[0].verb, "configuration file")
 
 
-def other_command(text: str) -> str:
-    """Returns the line on a script that starts another project's trainer; empty for others."""
-    for pattern, (project, verb) in COMMANDS.items():
-        if re.search(rf"^\s*(?:\w+=\S+\s+)*{pattern}\b", text, re.MULTILINE):
-            return _line(project, verb, "command")
+def describe_other_command(text: str) -> str:
+    """Returns the error for a script that starts another project's trainer, "" for others."""
+    for pattern, (project, name) in COMMANDS.items():
+        if re.search(rf"{_ENVIRONMENT}{pattern}\b", text, re.MULTILINE):
+            return _describe(project, name, "command")
     return ""
 
 
-def _line(project: str, verb: str | None, kind: str) -> str:
-    if verb is None:
+def _describe(project: str, name: str | None, kind: str) -> str:
+    if name is None:
         return (
-            f"is a {kind} of {project}, which is not imported; write its values as keys of a recipe"
+            f"is a {kind} of {project}, which cannot be imported; set the keys of a recipe instead"
             " (fp8cfg explain KEY)"
         )
-    return f"is a {kind} of {project}; write: fp8cfg import {verb} FILE"
+    return f"is a {kind} of {project}; run fp8cfg import {name} FILE"

@@ -1,4 +1,4 @@
-"""Command-line flags: read from a shell script, and written as one."""
+"""Command-line flags: read from a shell script, and written as a command line."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8cfg.interop.key_table import Dialect
-from fp8cfg.interop.shell_script import Word, commands
+from fp8cfg.interop.key_table import KeyTable
+from fp8cfg.interop.shell_script import Command, Word, parse_commands
 from fp8cfg.schema.errors import ConfigError, refuse_if
 
-PREFIXES = ("fp8", "fp4", "no_fp8")  # of precision flags, misspelled ones included
+PRECISION_PREFIXES = ("fp8", "fp4", "no_fp8")  # misspelled precision flags begin like this too
 FLAG = re.compile(r"--([A-Za-z][\w-]*)(=.*)?", re.DOTALL)
 SEVERAL_WORDS = re.compile(
     r"[@*]|\+.*--|ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA", re.DOTALL | re.IGNORECASE
 )
-"""Expansions that stand for several words, by their signs or their names."""
+"""Expansions that probably consist of several words, by their syntax or name."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a command. `value` is the word after it or after its `=`."""
+    """A flag of a command.
 
-    name: str  # with underscores
+    Attributes:
+        name: Name with underscores.
+        word: The flag in the script.
+        value: The word after the flag or after its `=`. None for a switch.
+    """
+
+    name: str
     word: Word
     value: Word | None
 
@@ -32,151 +38,166 @@ class Flag:
         return dashed(self.name)
 
     @property
-    def text(self) -> str | bool:
+    def setting(self) -> str | bool:
         return self.value.text if self.value else True
 
     @property
     def condition(self) -> int:
-        """The line of the control flow that the flag or its value depends on."""
-        return self.word.condition or (self.value.condition if self.value else 0)
+        """Line of the control flow that decides about the flag or its value, or 0."""
+        if self.word.condition or self.value is None:
+            return self.word.condition
+        return self.value.condition
+
+
+@dataclass(frozen=True)
+class _ParsedCommand:
+    """Flags of a command, with the unexpanded words that may contain more flags."""
+
+    condition: int
+    flags: list[Flag]
+    unexpanded: list[Word]
 
 
 def read_flags(
-    text: str, dialect: Dialect, precision: Container[str]
+    text: str, table: KeyTable, precision_flags: Container[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Reads the flags of a shell script or of a command line.
 
-    Text in quotes that holds flags counts, and so do arrays and variables that the script sets.
+    This includes flags in quoted text, and in arrays and variables that the script sets.
 
     Args:
         text: The script, or one command.
-        dialect: The flags that are known.
-        precision: Names of the flags that control flow must not decide.
+        table: Key table with the known flags.
+        precision_flags: Names of flags that must not depend on control flow.
 
     Returns:
-        The values by name, with underscores, and True for a flag without a value. Then remarks on
-        flags that stand twice or are not read.
+        The settings by name with underscores, True for a flag without a value. Then remarks on
+        flags that are given twice or that were not read.
 
     Raises:
-        ConfigError: One line for each precision flag that depends on control flow, and for each
-            value that only a shell can tell and that a flag of `dialect` needs.
+        ConfigError: A precision flag depends on control flow, or only a shell can expand the value
+            of a known flag.
     """
     try:
-        script = commands(text)
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"not the text of a shell ({str(e).lower()})") from None
-    parsed = [(command.condition, *flags_of(command.words)) for command in script]
-    # Control flow decides which command runs. What all of them have is certain.
-    launches = [
-        {(flag.name, flag.text) for flag in flags}
-        for _, flags, _ in parsed
-        if any(is_known(flag.name, dialect) for flag in flags)
-    ]
-    values: dict[str, Any] = {}
+        script = parse_commands(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not a valid shell script ({str(error).lower()})") from None
+    commands = [_parse_command(command) for command in script]
+    # Control flow decides which of several training commands runs. Flags of all of them are
+    # certain.
+    launches = []
+    for command in commands:
+        if any(_is_relevant(flag.name, table) for flag in command.flags):
+            launches.append({(flag.name, flag.setting) for flag in command.flags})
+
+    settings: dict[str, Any] = {}
     remarks: list[str] = []
     conditional: list[str] = []
-    problems: set[tuple[int, str]] = set()
-    for command_condition, flags, loose in parsed:
-        if any(is_known(flag.name, dialect) and not flag.condition for flag in flags):
-            problems |= {(word.line, unknown(word.text, word)) for word in loose}
-        for flag in flags:
+    problems: set[tuple[int, str]] = set()  # line and problem
+    for command in commands:
+        if any(_is_relevant(flag.name, table) and not flag.condition for flag in command.flags):
+            for word in command.unexpanded:
+                problems.add((word.line, _unexpanded_problem(word.text, word)))
+        for flag in command.flags:
             condition = flag.condition
-            if command_condition and not all((flag.name, flag.text) in each for each in launches):
-                condition = condition or command_condition
-            is_precision = dialect.named(flag.name) in precision or flag.name.startswith(PREFIXES)
-            if condition and is_precision:
-                problems.add((flag.word.line, depends_on_condition(flag, condition)))
-            elif condition and dialect.knows(flag.name):
+            is_in_all = all((flag.name, flag.setting) in launch for launch in launches)
+            if command.condition and not is_in_all:
+                condition = condition or command.condition
+            is_precision_flag = table.canonical_name(flag.name) in precision_flags
+            if condition and (is_precision_flag or flag.name.startswith(PRECISION_PREFIXES)):
+                problems.add((flag.word.line, _conditional_problem(flag, condition)))
+            elif condition and table.has_entry(flag.name):
                 conditional.append(flag.dashed)
-            elif flag.value and flag.value.unknown and is_known(flag.name, dialect):
-                line = unknown(f"{flag.dashed} {flag.value.text}", flag.value)
-                problems.add((flag.word.line, line))
+            elif flag.value and flag.value.problem and _is_relevant(flag.name, table):
+                words = f"{flag.dashed} {flag.value.text}"
+                problems.add((flag.word.line, _unexpanded_problem(words, flag.value)))
             else:
-                remarks += remark_twice(flag, values)
-                values[flag.name] = flag.text
+                if settings.get(flag.name, flag.setting) != flag.setting:
+                    remarks.append(
+                        f"{flag.dashed}: given as {settings[flag.name]} and as {flag.setting};"
+                        " the last one counts"
+                    )
+                settings[flag.name] = flag.setting
     if conditional:
         names = ", ".join(dict.fromkeys(conditional))
         remarks.append(f"{names}: in a condition of the script, not read")
-    several = "\n" in text.strip()
-    lines = [f"line {n}: {line}" if several else line for n, line in sorted(problems)]
+
+    has_lines = "\n" in text.strip()
+    lines = []
+    for number, problem in sorted(problems):
+        lines.append(f"line {number}: {problem}" if has_lines else problem)
     refuse_if(lines)
-    return values, remarks
+    return settings, remarks
 
 
-def remark_twice(flag: Flag, values: dict[str, Any]) -> list[str]:
-    before = values.get(flag.name, flag.text)
-    if before == flag.text:
-        return []
-    return [f"{flag.dashed}: given as {before} and as {flag.text}; the last is read"]
+def _is_relevant(name: str, table: KeyTable) -> bool:
+    return table.has_entry(name) or name.startswith(PRECISION_PREFIXES)
 
 
-def is_known(name: str, dialect: Dialect) -> bool:
-    return dialect.knows(name) or name.startswith(PREFIXES)
+def _unexpanded_problem(text: str, word: Word) -> str:
+    return f"{text}: {word.problem}; write its value instead"
 
 
-def unknown(text: str, word: Word) -> str:
-    return f"{text}: {word.unknown}; write what it stands for"
-
-
-def depends_on_condition(flag: Flag, condition: int) -> str:
+def _conditional_problem(flag: Flag, condition: int) -> str:
     return (
-        f"{flag.dashed}: depends on a condition (line {condition}); take it out of the"
-        f" condition, or pass the flags directly: -- {flag.dashed} ..."
+        f"{flag.dashed}: depends on a condition (line {condition}); move it out of the condition,"
+        f" or pass the flags directly: -- {flag.dashed} ..."
     )
 
 
-def flags_of(command: list[Word]) -> tuple[list[Flag], list[Word]]:
-    """Returns the flags of a command, and the unknown words that may hold more flags.
-
-    Unknown words before the program are arguments of its launcher, or a path.
-    """
+def _parse_command(command: Command) -> _ParsedCommand:
+    words = command.words
     flags: list[Flag] = []
-    loose: list[Word] = []
-    programs = [i for i, word in enumerate(command) if word.text.endswith(".py")]
+    unexpanded: list[Word] = []
+    # Unexpanded words before the program are arguments of its launcher, or a path.
+    programs = [i for i, word in enumerate(words) if word.text.endswith(".py")]
     program = programs[0] if programs else -1
-    takes_value = False  # the flag before may take the word as its value
-    for i, word in enumerate(command):
+    follows_flag = False
+    for i, word in enumerate(words):
         match = FLAG.fullmatch(word.text)
         if match:
             value = None
             if match[2]:
                 value = replace(word, text=match[2][1:])
-            elif i + 1 < len(command) and is_value(command[i + 1]):
-                value = command[i + 1]
+            elif i + 1 < len(words) and _is_value(words[i + 1]):
+                value = words[i + 1]
             flags.append(Flag(match[1].replace("-", "_"), word, value))
-            takes_value = not match[2]
-        elif not word.unknown:
-            takes_value = False
+            follows_flag = not match[2]
+        elif not word.problem:
+            follows_flag = False
         elif i > program:
             begins_with_text = word.text[0] not in "$`"
             is_path = begins_with_text and not word.text.startswith("-")
-            holds_several = bool(SEVERAL_WORDS.search(word.text)) and not begins_with_text
-            if holds_several or not (takes_value or is_path):
-                loose.append(word)
-    return flags, loose
+            has_several = bool(SEVERAL_WORDS.search(word.text)) and not begins_with_text
+            is_value = follows_flag or is_path
+            if has_several or not is_value:
+                unexpanded.append(word)
+    return _ParsedCommand(command.condition, flags, unexpanded)
 
 
-def is_value(word: Word) -> bool:
-    return not FLAG.match(word.text) and not (word.unknown and SEVERAL_WORDS.search(word.text))
+def _is_value(word: Word) -> bool:
+    has_several = word.problem and SEVERAL_WORDS.search(word.text)
+    return not FLAG.match(word.text) and not has_several
 
 
-def known_flags(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
-    """Returns the flags that `dialect` knows or that are meant for it."""
+def known_flags(table: KeyTable, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that belong to the project, by flag. Misspelled ones are included."""
     return {
         dashed(name): value
-        for name, value in flags.items()
-        if is_known(name, dialect) or dialect.lacks(name)
+        for name, value in settings.items()
+        if _is_relevant(name, table) or table.find_unsupported(name)
     }
 
 
 def dashed(name: str) -> str:
+    """Returns the flag of a name with underscores."""
     return f"--{name.replace('_', '-')}"
 
 
-def line(data: dict[str, Any]) -> list[str]:
-    """Returns `data` as words of a command line. True is the flag alone, False nothing."""
+def command_line(settings: dict[str, Any]) -> list[str]:
+    """Returns settings as words of a command line. True is a switch, and False is left out."""
     words: list[str] = []
-    for name, value in data.items():
+    for name, value in settings.items():
         if value is not False:
             words.append(dashed(name))
         if not isinstance(value, bool):

@@ -1,9 +1,9 @@
-"""Words of the commands in a shell script. The script is read as text and never run.
+"""Commands in a shell script. The script is parsed as text and never run.
 
-Launch scripts collect flags in variables and arrays. `commands` substitutes the variables that the
-script sets. It decides no condition: a word inside control flow (if, case, a loop, a function, a
-subshell, || or && after a test) has the line of that control flow. A word that only a shell can expand has the
-reason.
+Launch scripts collect flags in variables and arrays. `parse_commands` substitutes the variables
+that the script sets. It evaluates no condition. A word gets the line of the control flow around it
+(if, case, a loop, a function, a subshell, || or && after a test), and a word that only a shell can
+expand gets the reason.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 MAX_EXPANSION = 4 * 1024 * 1024  # characters; A=$A$A doubles with each line
 
 
-def nested(opening: str, closing: str) -> str:
-    """Returns a pattern of text in brackets, which may hold four levels of such brackets."""
+def _bracket_pattern(opening: str, closing: str) -> str:
+    """Returns a pattern of text in brackets, with up to four levels of brackets inside."""
     text = rf"[^{opening}{closing}]*"
     pattern = text
     for _ in range(4):
@@ -25,9 +25,11 @@ def nested(opening: str, closing: str) -> str:
     return rf"\{opening}{pattern}\{closing}"
 
 
-SUBSTITUTION = rf"\${nested('(', ')')}|\${nested('{', '}')}|`[^`]*`"
+# $(...), ${...}, `...`
+SUBSTITUTION = rf"\${_bracket_pattern('(', ')')}|\${_bracket_pattern('{', '}')}|`[^`]*`"
 QUOTED = rf'"(?:{SUBSTITUTION}|\\.|\$(?![({{])|[^"\\$`])*"'
 NAME = r"\$(?:\w+|[@*#?!$-])"
+# A part of a word, outside and inside of double quotes.
 PIECE = re.compile(
     rf"{SUBSTITUTION}|{NAME}|{QUOTED}|'[^']*'|\\.|[^\s;&|()<>'\"`\\$]+|\$(?![({{])", re.DOTALL
 )
@@ -37,10 +39,12 @@ OPERATOR = re.compile(rf"{REDIRECTION.pattern}|&&|\|\||;;|[\n;&|()]")
 TOKEN = re.compile(
     rf"(?P<skip>[ \t\r]+|\\\n|#[^\n]*)|{OPERATOR.pattern}|(?:{PIECE.pattern})+", re.DOTALL
 )
+# Groups: quote, delimiter, rest of the first line, text.
 HEREDOC = re.compile(
     r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(.*?)(?:^[ \t]*\2[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
+# Groups: name, name in braces, a default such as :-1, text of the default.
 EXPANSION = re.compile(r"\$(?:(\w+|\W)|\{(\w+|[@*])(?:\[[@*]\])?(:?[-=](.*))?\})", re.DOTALL)
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
 
@@ -53,111 +57,161 @@ DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
 
 @dataclass(frozen=True)
 class Word:
-    """A word. `unknown` is why its text is not known; the text is then as the script has it."""
+    """A word of a command.
+
+    Attributes:
+        text: The expanded text. If only a shell can expand it, the text as in the script.
+        line: Line in the script.
+        problem: Why only a shell can expand the word, or "".
+        condition: Line of the control flow that decides about the word, or 0.
+    """
 
     text: str
     line: int
-    unknown: str = ""
-    condition: int = 0  # line of the control flow that the word depends on
+    problem: str = ""
+    condition: int = 0
 
 
 class Command(NamedTuple):
-    """The words of a command. `condition` is the line of the control flow around it."""
+    """Words of a command, and the line of the control flow around it or 0."""
 
     words: list[Word]
     condition: int = 0
 
 
-def commands(text: str) -> list[Command]:
-    """Returns each command, then the words of each variable that no command uses.
+def parse_commands(text: str) -> list[Command]:
+    """Returns each command, and the words of each variable that no command uses.
 
     Raises:
-        ValueError: A quotation or bracket has no end, or the variables expand to too much text.
+        ValueError: A quotation or bracket is not closed, or the variables expand to too much text.
     """
     script = _Script()
+    # A here-document is text for another program, such as a job script for Slurm. Its flags may
+    # belong to the training command, so they count as conditional.
     for heredoc in HEREDOC.finditer(text):
-        # Text for another program. Its flags may belong to a job that the script submits.
         line = text.count("\n", 0, heredoc.start()) + 1
-        words = [word for word in literal(heredoc[4], line + 1) if word.text.startswith("--")]
-        script.commands.append(Command([depends(word, line) for word in words], line))
+        flags = []
+        for word in split_words(heredoc[4], line + 1):
+            if word.text.startswith("--"):
+                flags.append(_with_condition(word, line))
+        script.commands.append(Command(flags, line))
     text = HEREDOC.sub(lambda heredoc: heredoc[3] + "\n" * heredoc[0].count("\n"), text)
-    script.run(tokens(text))
-    unused = [Command(words) for name, words in script.variables.items() if name not in script.used]
+    script.interpret(tokenize(text))
+    unused = []
+    for name, words in script.variables.items():
+        if name not in script.used_variables:
+            unused.append(Command(words))
     return script.commands + unused
 
 
-def tokens(text: str) -> Iterator[Word]:
-    """Yields words and operators as the script has them."""
-    at, line = 0, 1
-    while at < len(text):
-        match = TOKEN.match(text, at)
+def tokenize(text: str) -> Iterator[Word]:
+    """Yields words and operators without expansion."""
+    position, line = 0, 1
+    while position < len(text):
+        match = TOKEN.match(text, position)
         if not match:
-            mark = "quotation" if text[at] in "'\"" else "bracket"
-            raise ValueError(f"no closing {mark}")
+            kind = "quotation" if text[position] in "'\"" else "bracket"
+            raise ValueError(f"no closing {kind}")
         if not match["skip"]:
             yield Word(match[0], line)
         line += match[0].count("\n")
-        at = match.end()
+        position = match.end()
+
+
+def split_words(text: str, line: int) -> Iterator[Word]:
+    """Yields words and the whitespace between them. Nothing is expanded."""
+    for match in re.finditer(r"\s+|\S+", text):
+        yield Word(match[0], line)
+        line += match[0].count("\n")
+
+
+def _with_condition(word: Word, condition: int) -> Word:
+    """Returns `word` with a condition, unless it has one."""
+    return replace(word, condition=word.condition or condition)
+
+
+def _has_flags(words: list[Word]) -> bool:
+    return any(word.text.startswith("--") for word in words)
 
 
 class _Script:
+    """State of the interpretation of a script.
+
+    Attributes:
+        commands: The commands so far.
+        variables: Words of each variable.
+        used_variables: Variables that a command or another variable uses.
+        blocks: Keyword and line of each open block, outermost first.
+        num_expanded: Characters that all variables have expanded to.
+    """
+
     def __init__(self) -> None:
         self.commands: list[Command] = []
         self.variables: dict[str, list[Word]] = {}
-        self.used: set[str] = set()
-        self.blocks: list[tuple[str, int]] = []  # open control flow: keyword and line
-        self.expanded = 0  # characters
+        self.used_variables: set[str] = set()
+        self.blocks: list[tuple[str, int]] = []
+        self.num_expanded = 0
 
-    def run(self, tokens: Iterable[Word]) -> None:
-        words: list[Word] = []
-        operator = ""
+    def interpret(self, tokens: Iterable[Word]) -> None:
+        words: list[Word] = []  # of the current command
+        operator = ""  # before the current command
         array: list[Word] = []
-        target: Word | None = None  # the assignment of an open array
-        is_file = False  # the next word is the file of a redirection
+        array_token: Word | None = None  # NAME= of the open array
+        is_file_next = False  # the next word is the file of a redirection
         for token in (*tokens, Word("\n", 0)):
-            if target and token.text == ")":
-                self.assign(target, array, self.condition(operator, target.line))
-                target = None
-            elif target:
-                array += [] if OPERATOR.fullmatch(token.text) else self.expand(token)
+            if array_token and token.text == ")":
+                condition = self.condition_after(operator, array_token.line)
+                self.assign(array_token, array, condition)
+                array_token = None
+            elif array_token:
+                if not OPERATOR.fullmatch(token.text):
+                    array += self.expand(token)
             elif token.text == "(" and words and ASSIGNMENT.fullmatch(words[-1].text):
-                target, array = words.pop(), []
-                words = self.keywords(words)
+                array_token, array = words.pop(), []
+                words = self.skip_keywords(words)
             elif REDIRECTION.fullmatch(token.text):
-                is_file = True
+                is_file_next = True
             elif not OPERATOR.fullmatch(token.text):
-                words += [] if is_file else [token]
-                is_file = False
+                if not is_file_next:
+                    words.append(token)
+                is_file_next = False
             else:
-                is_pattern = token.text == ")" and self.innermost() == "case"
-                self.end_command([] if is_pattern else words, operator)
-                # `cd x && torchrun ...` decides nothing, `[ $X ] && ARGS+=...` does.
+                is_case_pattern = token.text == ")" and self.innermost_block() == "case"
+                if not is_case_pattern:
+                    self.end_command(words, operator)
+                # In `[ $X ] && ARGS+=...` the test is a condition. `cd x && torchrun ...` is just
+                # a sequence.
                 is_test = bool(words) and words[0].text in TESTS
-                operator = ";" if token.text == "&&" and not is_test else token.text
-                words, is_file = [], False
+                operator = token.text
+                if operator == "&&" and not is_test:
+                    operator = ";"
+                words, is_file_next = [], False
                 if token.text == "(":
                     self.blocks.append(("(", token.line))
-                elif token.text == ")" and self.innermost() == "(":
+                elif token.text == ")" and self.innermost_block() == "(":
                     self.blocks.pop()
-        if target:
+        if array_token:
             raise ValueError("no closing bracket")
 
-    def innermost(self) -> str:
+    def innermost_block(self) -> str:
         return self.blocks[-1][0] if self.blocks else ""
 
-    def condition(self, operator: str, line: int) -> int:
+    def condition_after(self, operator: str, line: int) -> int:
+        """Returns the line of the innermost control flow, or 0."""
         if self.blocks:
             return self.blocks[-1][1]
         return line if operator in ("&&", "||") else 0
 
-    def keywords(self, words: list[Word]) -> list[Word]:
-        """Enters and leaves control flow. Returns the words after the keywords."""
+    def skip_keywords(self, words: list[Word]) -> list[Word]:
+        """Opens and closes blocks. Returns the words after the keywords."""
         while words:
             keyword = words[0].text
             if keyword in OPENING:
                 self.blocks.append((keyword, words[0].line))
             if keyword in ("for", "select", "case"):
-                self.variables.pop(words[1].text if words[1:] else "", None)
+                # The loop variable has several values.
+                if len(words) > 1:
+                    self.variables.pop(words[1].text, None)
                 return []
             if keyword in CLOSING:
                 del self.blocks[-1:]
@@ -169,11 +223,16 @@ class _Script:
         return words
 
     def end_command(self, words: list[Word], operator: str) -> None:
-        """Carries out assignments and keeps a command. `operator` stands before it."""
-        words = self.keywords(words)
+        """Executes the assignments of a command and stores the command.
+
+        Args:
+            words: The command without expansion.
+            operator: The operator before the command.
+        """
+        words = self.skip_keywords(words)
         if not words:
             return
-        condition = self.condition(operator, words[0].line)
+        condition = self.condition_after(operator, words[0].line)
         if words[0].text in DECLARATIONS:
             words = [word for word in words[1:] if not word.text.startswith("-")]
         if words and words[0].text == "unset":
@@ -182,63 +241,74 @@ class _Script:
             self.assign(words[0], [], condition)
             words = words[1:]
         if condition and words and words[0].text in ("echo", "printf"):
-            return  # usage, or a dry run
+            return  # a usage message, or a dry run
         command: list[Word] = []
         for word in words:
             expanded = self.expand(word)
+            # The words of a variable have their own conditions.
             if not EXPANSION.fullmatch(word.text.strip('"')):
-                expanded = [depends(part, condition) for part in expanded]
+                expanded = [_with_condition(part, condition) for part in expanded]
             command += expanded
         self.commands.append(Command(command, condition))
 
     def assign(self, token: Word, array: list[Word], condition: int) -> None:
+        """Assigns NAME=TEXT, NAME+=TEXT or, with `array`, NAME=(...)."""
         name, plus, text = ASSIGNMENT.split(token.text, 1)[1:]
-        old = self.variables.get(name, [])
-        if has_flags(old) and re.match(rf'"?(?:\$\(|`).*\$\{{?{name}\b', text, re.DOTALL):
-            return  # ARGS=$(echo "$ARGS" | tr '\n' ' ') has the same flags
-        if plus and old:
+        old_words = self.variables.get(name, [])
+        # ARGS=$(echo "$ARGS" | tr '\n' ' ') only reformats the flags.
+        is_reformat = re.match(rf'"?(?:\$\(|`).*\$\{{?{name}\b', text, re.DOTALL)
+        if is_reformat and _has_flags(old_words):
+            return
+        if plus and old_words:
             text = f"${{{name}}}{text}"
         words = self.expand(replace(token, text=text)) + array
         if condition:
-            # What both values have is certain: ARGS+=(...) and ARGS="$ARGS ..." keep the old words.
-            kept = set(old) & set(words)
-            words = [*old, *(word for word in words if word not in kept)]
-            words = [word if word in kept else depends(word, condition) for word in words]
+            # Words in both values are certain: ARGS+=(...) and ARGS="$ARGS ..." keep the old ones.
+            certain = set(old_words) & set(words)
+            new_words = [word for word in words if word not in certain]
+            words = []
+            for word in (*old_words, *new_words):
+                if word not in certain:
+                    word = _with_condition(word, condition)
+                words.append(word)
         self.variables[name] = words
-        self.used.discard(name)
+        self.used_variables.discard(name)
 
     def expand(self, token: Word) -> list[Word]:
-        """Returns the words of a token. Quoted text is split too, since it may hold flags."""
+        """Returns the expanded words of a token. Quoted text is split too: it may hold flags."""
         words: list[Word] = []
-        is_open = False  # the last word goes on
-        for piece in self.pieces(PIECE, token.text, token.line):
+        is_word_open = False
+        for piece in self.expand_pieces(PIECE, token.text, token.line):
             if piece.text.isspace():
-                is_open = False
+                is_word_open = False
                 continue
-            if is_open:
-                last = words.pop()
-                unknown = last.unknown or piece.unknown
-                condition = last.condition or piece.condition
-                piece = Word(last.text + piece.text, last.line, unknown, condition)
+            if is_word_open:
+                start = words.pop()
+                piece = Word(
+                    start.text + piece.text,
+                    start.line,
+                    start.problem or piece.problem,
+                    start.condition or piece.condition,
+                )
             words.append(piece)
-            is_open = True
+            is_word_open = True
         return words
 
-    def pieces(self, pattern: re.Pattern[str], text: str, line: int) -> Iterator[Word]:
+    def expand_pieces(self, pattern: re.Pattern[str], text: str, line: int) -> Iterator[Word]:
         for match in pattern.finditer(text):
             piece = match[0]
             if piece[0] in "$`" and len(piece) > 1:
-                yield from self.expansion(piece, line)
+                yield from self.substitute(piece, line)
             elif piece[0] == '"' and pattern is PIECE:
-                yield from self.pieces(QUOTED_PIECE, piece[1:-1], line)
+                yield from self.expand_pieces(QUOTED_PIECE, piece[1:-1], line)
             elif piece[0] == "'" and pattern is PIECE:
-                yield from literal(piece[1:-1], line)
+                yield from split_words(piece[1:-1], line)
             else:
-                yield from literal(piece.removeprefix("\\"), line)
+                yield from split_words(piece.removeprefix("\\"), line)
             line += piece.count("\n")
 
-    def expansion(self, text: str, line: int) -> list[Word]:
-        """Returns the words that `$X`, `${X:-1}` or `$(date)` stands for, with spaces between."""
+    def substitute(self, text: str, line: int) -> list[Word]:
+        """Returns the words of `$X`, `${X:-1}` or `$(date)`, with spaces between them."""
         match = EXPANSION.fullmatch(text)
         if not match:
             return [Word(text, line, "only a shell can expand it")]
@@ -247,32 +317,23 @@ class _Script:
             return [Word(text, line, "an argument of the script")]
         if name not in self.variables:
             return [Word(text, line, f"{name} is not set in the script")]
-        self.used.add(name)
+        self.used_variables.add(name)
         words = self.variables[name]
         conditions = [word.condition for word in words if word.condition]
-        if conditions and (has_default or not has_flags(words)):
+        # Conditional flags are reported one by one, a conditional value as a whole.
+        if conditions and (has_default or not _has_flags(words)):
             return [Word(text, line, f"{name} is set in a condition (line {conditions[0]})")]
         if has_default and not words:
             words = self.expand(Word(default, line))
-        elif len(words) == 1 and words[0].unknown:
-            reason = f"{name} is {words[0].text} (line {words[0].line}), {words[0].unknown}"
-            return [Word(text, line, reason)]
-        self.expanded += sum(len(word.text) + 1 for word in words)
-        if self.expanded > MAX_EXPANSION:
+        elif len(words) == 1 and words[0].problem:
+            problem = f"{name} is {words[0].text} (line {words[0].line}), {words[0].problem}"
+            return [Word(text, line, problem)]
+        self.num_expanded += sum(len(word.text) + 1 for word in words)
+        if self.num_expanded > MAX_EXPANSION:
             raise ValueError("its variables expand to too much text")
-        return [part for word in words for part in (Word(" ", line), word)][1:]
-
-
-def literal(text: str, line: int) -> Iterator[Word]:
-    for match in re.finditer(r"\s+|\S+", text):
-        yield Word(match[0], line)
-        line += match[0].count("\n")
-
-
-def depends(word: Word, condition: int) -> Word:
-    """Returns `word` with the line of the control flow that it depends on."""
-    return replace(word, condition=word.condition or condition)
-
-
-def has_flags(words: list[Word]) -> bool:
-    return any(word.text.startswith("--") for word in words)
+        separated: list[Word] = []
+        for word in words:
+            if separated:
+                separated.append(Word(" ", line))
+            separated.append(word)
+        return separated

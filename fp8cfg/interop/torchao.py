@@ -1,212 +1,237 @@
-"""torchao Float8LinearConfig: how its fields give the scaling and the format of each of the three GEMMs."""
+"""Key table of torchao's Float8LinearConfig, and conversion of its objects.
+
+The settings are the fields of the configuration. Fields of a CastConfig have its name as a prefix,
+such as `cast_config_input.scaling_type`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8cfg.interop.key_table import (
-    Dialect,
     Entry,
+    KeyTable,
     NotHere,
-    Unsaid,
+    Unsupported,
     Values,
     Written,
-    boolean,
-    one_of,
-    option,
-    same,
+    parse_bool,
+    parse_choice,
+    read_only,
+    renamed_choice,
+    same_value,
     write_only,
 )
 from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.scalings import SCALINGS
 
-_GEMMS = {
+# The operands of each GEMM. torchao casts each operand for each GEMM with its own CastConfig.
+_OPERANDS_OF_GEMM = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight_for_grad_input"),
     "wgrad": ("input_for_grad_weight", "grad_output_for_grad_weight"),
 }
-"""The two operands of each product; the second mention of an operand has a cast of its own."""
-_OPERANDS = tuple(operand for operands in _GEMMS.values() for operand in operands)
-_WIDTHS = {"tensorwise": "tensor", "axiswise": "row"}
+_OPERANDS = tuple(operand for operands in _OPERANDS_OF_GEMM.values() for operand in operands)
+_GRANULARITIES = {"tensorwise": "tensor", "axiswise": "row"}
+_GRADIENT_FORMATS = {"none": "hybrid", "e5m2": "hybrid", "e4m3": "e4m3"}
 
 
-def _disabled(gemm: str) -> tuple[Entry, ...]:
-    """The scaling types of the operands of one product."""
-    key = f"fp8.override_linear_precision.{gemm}"
-    return tuple(
-        option(f"cast_config_{operand}.scaling_type", key, {"dynamic": False, "disabled": True})
-        for operand in _GEMMS[gemm]
-    )
+def read_fp8_all_gather(value: Any) -> dict[str, Any]:
+    """Reads enable_fsdp_float8_all_gather, which implies FSDP2."""
+    if not parse_bool(value):
+        return {}
+    return {"storage.shard": "fsdp", "storage.gather": "fp8"}
 
 
-def _granularity(gemm: str, operand: str) -> Entry:
-    """Rows under torchao are of products in FP8 alone."""
-
-    def width(ours: Values) -> str:
-        rows = (
-            ours["fp8.granularity"] == "row" and not ours[f"fp8.override_linear_precision.{gemm}"]
-        )
-        return "axiswise" if rows else "tensorwise"
-
-    return write_only(f"cast_config_{operand}.scaling_granularity", width)
+def _write_fp8_all_gather(values: Values) -> bool:
+    return bool(values["storage.shard"] == "fsdp" and values["storage.gather"] == "fp8")
 
 
-def gather(value: Any) -> dict[str, Any]:
-    """What an FP8 all-gather says: there is none but of weights that FSDP2 splits."""
-    return {"storage.shard": "fsdp", "storage.gather": "fp8"} if boolean(value) else {}
-
-
-def gathers(ours: Values) -> bool:
-    """Whether weights are gathered in FP8."""
-    return bool(ours["storage.shard"] == "fsdp" and ours["storage.gather"] == "fp8")
-
-
-def _gradients(value: Any) -> dict[str, Any]:
-    return {"fp8.format": one_of(value, {"none": "hybrid", "e5m2": "hybrid", "e4m3": "e4m3"})}
-
-
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """One granularity for all operands in FP8, that of the first: a line for each other."""
-    widths = {
-        key: theirs.get(key, "tensorwise")
-        for operand in _OPERANDS
-        if theirs.get(f"cast_config_{operand}.scaling_type") != "disabled"
-        and (key := f"cast_config_{operand}.scaling_granularity")
+def _read_granularity(name: Any) -> dict[str, Any]:
+    return {
+        "fp8.enabled": True,
+        "fp8.scaling": "current",
+        "backend": "torchao",
+        "fp8.granularity": parse_choice(name, _GRANULARITIES),
     }
-    theirs["ON"] = first = next(iter(widths.values()), "tensorwise")
+
+
+def _granularity_writer(gemm: str) -> Callable[[Values], str]:
+    def write_granularity(values: Values) -> str:
+        is_fp8 = not values[f"fp8.override_linear_precision.{gemm}"]
+        # In torchao's own recipes, GEMMs in high precision stay tensorwise.
+        if is_fp8 and values["fp8.granularity"] == "row":
+            return "axiswise"
+        return "tensorwise"
+
+    return write_granularity
+
+
+def _write_gradient_format(values: Values) -> str:
+    return {"hybrid": "e5m2", "e4m3": "e4m3"}[values["fp8.format"]]
+
+
+def _operand_entries() -> list[Entry]:
+    granularities = []
+    scaling_types = []
+    for gemm, operands in _OPERANDS_OF_GEMM.items():
+        override = f"fp8.override_linear_precision.{gemm}"
+        for operand in operands:
+            cast = f"cast_config_{operand}"
+            granularities.append(
+                write_only(f"{cast}.scaling_granularity", _granularity_writer(gemm))
+            )
+            scaling_types.append(
+                renamed_choice(
+                    f"{cast}.scaling_type", override, {"dynamic": False, "disabled": True}
+                )
+            )
+    return granularities + scaling_types
+
+
+def _prepare(settings: dict[str, Any]) -> list[str]:
+    """Combines the granularities of all FP8 operands: a recipe has one for all of them."""
+    granularities: dict[str, str] = {}
+    for operand in _OPERANDS:
+        if settings.get(f"cast_config_{operand}.scaling_type") != "disabled":
+            key = f"cast_config_{operand}.scaling_granularity"
+            granularities[key] = settings.get(key, "tensorwise")
+    first = next(iter(granularities.values()), "tensorwise")
+    settings["GRANULARITY"] = first
     return [
-        f"{key}={width}: here all operands have one granularity, {first}"
-        for key, width in widths.items()
-        if width != first
+        f"{key}={granularity}: all operands have the granularity {first} here"
+        for key, granularity in granularities.items()
+        if granularity != first
     ]
 
 
-def _refuse(ours: Values) -> list[str]:
-    if ours["fp8.enabled"] and SCALINGS[ours["fp8.scaling"]].torchao != "float8":
+def _find_export_errors(values: Values) -> list[str]:
+    if not values["fp8.enabled"]:
         return [
-            f"fp8.scaling={ours['fp8.scaling']}: torchao's Float8Linear has only current scaling;"
-            " MXFP8 is another class"
+            "fp8.enabled=False: a Float8LinearConfig is for FP8; set precision=bf16_fp8_current"
         ]
-    return (
-        []
-        if ours["fp8.enabled"]
-        else [
-            "fp8.enabled=False: a Float8LinearConfig is for FP8; write precision=bf16_fp8_current"
+    scaling = values["fp8.scaling"]
+    if SCALINGS[scaling].torchao != "float8":
+        return [
+            f"fp8.scaling={scaling}: torchao's Float8Linear has only current scaling, and MXFP8 is"
+            " another class"
         ]
-    )
+    return []
 
 
-TORCHAO = Dialect(
+TORCHAO = KeyTable(
     "torchao",
     (
-        Entry(
-            "ON",
-            lambda width: {
-                "fp8.enabled": True,
-                "fp8.scaling": "current",
-                "backend": "torchao",
-                "fp8.granularity": one_of(width, _WIDTHS),
-            },
-            lambda _: "",
-            lambda _: False,
-        ),
-        *(_granularity(gemm, operand) for gemm, operands in _GEMMS.items() for operand in operands),
-        *(entry for gemm in _GEMMS for entry in _disabled(gemm)),
+        read_only("GRANULARITY", _read_granularity),
+        *_operand_entries(),
         *(
             Entry(
-                f"cast_config_{grad}.target_dtype",
-                _gradients,
-                lambda ours: {"hybrid": "e5m2", "e4m3": "e4m3"}[ours["fp8.format"]],
+                f"cast_config_{operand}.target_dtype",
+                lambda setting: {"fp8.format": parse_choice(setting, _GRADIENT_FORMATS)},
+                _write_gradient_format,
             )
-            for grad in ("grad_output", "grad_output_for_grad_weight")
+            for operand in ("grad_output", "grad_output_for_grad_weight")
         ),
-        Entry("enable_fsdp_float8_all_gather", gather, gathers),
-        same("round_scales_to_power_of_2", "fp8.use_power_2_scales", boolean),
-        same("emulate", "fp8.emulate", boolean),
+        Entry("enable_fsdp_float8_all_gather", read_fp8_all_gather, _write_fp8_all_gather),
+        same_value("round_scales_to_power_of_2", "fp8.use_power_2_scales", parse_bool),
+        same_value("emulate", "fp8.emulate", parse_bool),
     ),
-    unsaid={
+    unsupported={
         **{
-            f"cast_config_{operand}.": Unsaid(
-                "E4M3 forward, one format of gradients", ("e4m3", "e5m2", None, "dynamic")
+            f"cast_config_{operand}.": Unsupported(
+                "inputs and weights are E4M3, and all gradients have one format",
+                ("e4m3", "e5m2", None, "dynamic"),
             )
             for operand in _OPERANDS
         },
+        # use_fast_accum. torchao's defaults are TE's: fast in fprop only.
         **{
-            f"gemm_config_{gemm}.": Unsaid(
-                "accumulation is TE's: fast forward, exact backward", (gemm == "output",)
+            f"gemm_config_{gemm}.": Unsupported(
+                "accumulation is fast in fprop and precise in the backward pass, as in TE",
+                (gemm == "output",),
             )
             for gemm in ("output", "grad_input", "grad_weight")
         },
-        "pad_inner_dim": Unsaid(
-            "layers whose sizes are not multiples of 16 stay in high precision here", (False,)
+        "pad_inner_dim": Unsupported(
+            "layers with sizes that are not multiples of 16 stay in high precision here", (False,)
         ),
-        "force_recompute_fp8_weight_in_bwd": Unsaid(
-            "model.recompute_granularity is of activations", (False,)
+        "force_recompute_fp8_weight_in_bwd": Unsupported(
+            "model.recompute_granularity is only for activations", (False,)
         ),
     },
     prepare=_prepare,
-    refuse=_refuse,
+    export_errors=_find_export_errors,
 )
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    """The fields of a Float8LinearConfig as a table of words, numbers and truth values."""
-    out: dict[str, Any] = {}
+def read_config_fields(config: Any) -> dict[str, Any]:
+    """Returns the fields of a Float8LinearConfig as text, numbers and booleans."""
+    settings: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        inner = (
-            {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            if dataclasses.is_dataclass(value)
-            else None
-        )
-        out |= (
-            {f"{field.name}.{k}": _word(v) for k, v in inner.items()}
-            if inner
-            else {field.name: _word(value)}
-        )
-    return out
+        if not dataclasses.is_dataclass(value):
+            settings[field.name] = _to_plain(value)
+            continue
+        for inner in dataclasses.fields(value):
+            settings[f"{field.name}.{inner.name}"] = _to_plain(getattr(value, inner.name))
+    return settings
 
 
-def _word(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
+    """Returns the name of an enum's member or of an FP8 dtype. Other values stay."""
     if isinstance(value, enum.Enum):
         return str(value.value)
-    return (
-        str(value).removeprefix("torch.float8_")[:4] if str(value).startswith("torch.") else value
-    )
+    text = str(value)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.float8_")[:4]  # e4m3 of torch.float8_e4m3fn
+    return value
 
 
-def made(data: Mapping[str, Any]) -> Any:
-    """The genuine Float8LinearConfig of a table as `fields_of` gives it. Raises NotHere where torchao cannot be imported."""
+def make_config(settings: Mapping[str, Any]) -> Any:
+    """Returns the Float8LinearConfig of settings. Raises NotHere without torchao."""
     try:
         import torch
 
-        ao = importlib.import_module("torchao.float8.config")
-    except ImportError as e:
-        raise NotHere(f"torchao: cannot be imported here ({e})") from None
+        config_module = importlib.import_module("torchao.float8.config")
+    except ImportError as error:
+        raise NotHere(f"torchao: cannot be imported ({error})") from None
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-    kinds = {
-        "scaling_type": ao.ScalingType,
-        "scaling_granularity": ao.ScalingGranularity,
+    types = {
+        "scaling_type": config_module.ScalingType,
+        "scaling_granularity": config_module.ScalingGranularity,
         "target_dtype": dtypes.__getitem__,
     }
+    arguments: dict[str, Any] = {}
     casts: dict[str, dict[str, Any]] = {}
-    for key, value in data.items():
+    for key, value in settings.items():
         cast, dot, field = key.partition(".")
         if dot:
-            casts.setdefault(cast, {})[field] = kinds[field](value)
-    plain = {k: v for k, v in data.items() if "." not in k}
-    return ao.Float8LinearConfig(**{k: ao.CastConfig(**v) for k, v in casts.items()}, **plain)
+            casts.setdefault(cast, {})[field] = types[field](value)
+        else:
+            arguments[key] = value
+    for cast, fields in casts.items():
+        arguments[cast] = config_module.CastConfig(**fields)
+    return config_module.Float8LinearConfig(**arguments)
 
 
-def confirmed(written: Written) -> Written:
-    """The object of a written table, every field of it read back. Raises ConfigError with a line for each that differs."""
-    config = made(written.value)
-    back = fields_of(config)
+def make_verified_config(written: Written) -> Written:
+    """Returns an export with the Float8LinearConfig of its settings.
+
+    Raises:
+        ConfigError: torchao changed a field.
+        NotHere: torchao is not installed.
+    """
+    config = make_config(written.value)
+    fields = read_config_fields(config)
     refuse_if(
-        [f"{k}={v}: torchao made {back[k]} of it" for k, v in written.value.items() if back[k] != v]
+        [
+            f"{key}={value}: torchao changed it to {fields[key]}"
+            for key, value in written.value.items()
+            if fields[key] != value
+        ]
     )
-    return Written(config, written.lost)
+    return written._replace(value=config)

@@ -1,4 +1,7 @@
-"""torchtitan's Python configurations: the fields of FP8 and MXFP8 linear layers and of training."""
+"""torchtitan's Python configurations: the key table of converters and training, and its reader.
+
+A file has functions that return a Trainer.Config. They are parsed and never run.
+"""
 
 from __future__ import annotations
 
@@ -10,186 +13,63 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8cfg.interop.key_table import (
-    Dialect,
     Entry,
-    Unsaid,
-    boolean,
-    integer,
+    KeyTable,
+    Unsupported,
+    format_setting,
     is_on,
-    number,
-    one_of,
+    parse_bool,
+    parse_choice,
+    parse_float,
+    parse_int,
     read_only,
-    shown,
 )
-from fp8cfg.interop.python_items import position, rest_of
-from fp8cfg.interop.source_files import Said, constants, last, literal, resolved, short
-from fp8cfg.interop.torchao import gather
+from fp8cfg.interop.python_source import (
+    assignment_targets,
+    find_constants,
+    last_name,
+    list_unread_items,
+    parse_literal,
+    parse_python,
+    position,
+    resolve_constant,
+    short_source,
+)
+from fp8cfg.interop.source_files import Source
+from fp8cfg.interop.torchao import read_fp8_all_gather
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
 from fp8cfg.schema.scalings import SCALINGS
 
+Constants = dict[str, ast.expr]
+"""Names with one value, in the file or in a function."""
+
+# Class of a converter -> torchao's library, as in SCALINGS.
 CONVERTERS = {
     "Float8LinearConverter": "float8",
     "MXLinearConverter": "mx",
     "MXFP8LinearConverter": "mx",
     "MXFP8Converter": "mx",
 }
-"""The classes of converters, and the library class of torchao that each stands for."""
-_NOT_HERE = ("NVFP4LinearConverter",)
 _SIZES = {
     "steps": "trainer.max_steps",
     "seq_len": "model.seq_length",
     "local_batch_size": "trainer.micro_batch_size",
     "global_batch_size": "trainer.global_batch_size",
 }
-TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce", "max_norm", *_SIZES)
-_IGNORED = ("model_compile_enabled",)
+TRAINING_FIELDS = (
+    "dtype",
+    "mixed_precision_param",
+    "mixed_precision_reduce",
+    "max_norm",
+    *_SIZES,
+)
 
 
-@dataclass
-class Settings:
-    """What a configuration says about precision, so far."""
+# The key table. Its settings are the fields of one converter by their names, `converter` for its
+# class, and `training.` with the fields of the training node.
 
-    converters: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    training: dict[str, Any] = field(default_factory=dict)
-
-    def copy(self) -> Settings:
-        return Settings(list(self.converters), dict(self.training))
-
-    def by_key(self) -> Said:
-        """Returns the settings by the keys of the table.
-
-        Raises:
-            ConfigError: A converter has no counterpart here, or two of them exclude each other.
-        """
-        data: dict[str, Any] = {"training.mixed_precision_param": "bfloat16"}
-        data |= {f"training.{key}": value for key, value in self.training.items()}
-        problems: list[str] = []
-        lost: list[str] = []
-        for name, values in self.converters:
-            kind = CONVERTERS.get(name)
-            if name in _NOT_HERE:
-                problems.append(
-                    f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is"
-                    " Transformer Engine's"
-                )
-            elif kind is None:
-                lost.append(f"{name}: has no counterpart here")
-            elif data.get("converter", kind) != kind:
-                problems.append("converters: float8 and mx are both on; drop one")
-            else:
-                data |= {"converter": kind, **values}
-        refuse_if(problems)
-        return Said(data, tuple(lost), called=True)
-
-
-def is_config(node: ast.AST) -> bool:
-    """Whether `node` is a call such as Trainer.Config(...)."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "Config"
-    )
-
-
-class FieldReader:
-    """Reads fields, and notes a problem for each thing that is no literal.
-
-    `constants` and `functions` are the file's; `names`, of each method, are constants of the function at hand.
-    """
-
-    def __init__(self, constants: dict[str, ast.expr], functions: frozenset[str]) -> None:
-        self.constants, self.functions = constants, functions
-        self.problems: list[str] = []
-        self.positions: set[tuple[int, int]] = set()
-        """Lines and columns of the values that are read."""
-
-    def field(
-        self, settings: Settings, name: str, value: ast.expr, names: dict[str, ast.expr]
-    ) -> None:
-        """One field of a configuration."""
-        value = resolved(value, {**self.constants, **names})
-        if name == "training" and isinstance(value, ast.Call):
-            settings.training = {}
-            for word in value.keywords:
-                if word.arg in TRAINING:
-                    self.take(settings.training, str(word.arg), word.value, names)
-                elif word.arg is None:
-                    self.refuse(value, f"**{short(word.value)}: not read; write its fields out")
-        elif name != "training":
-            settings.converters = self.converters(value, names)
-
-    def converters(
-        self, value: ast.expr, names: dict[str, ast.expr]
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """The converters in a call of model_registry or ModelConvertersContainer.Config."""
-        words = value.keywords if isinstance(value, ast.Call) else []
-        given = next((word.value for word in words if word.arg == "converters"), None)
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Name)
-            and value.func.id in self.functions
-        ):
-            self.refuse(
-                value, f"{value.func.id}(): not read; write model_registry(...) with its converters"
-            )
-        if given is None:
-            return []
-        listed = resolved(given, {**self.constants, **names})
-        if not isinstance(listed, (ast.List, ast.Tuple)):
-            self.refuse(given, f"converters: expected a list, not {short(given)}")
-            return []
-        function: Any = value.func  # type: ignore[attr-defined]
-        owner = last(getattr(function, "value", value))
-        usual = "tensorwise" if owner == "ModelConvertersContainer" else "rowwise"
-        found = []
-        for each in listed.elts:
-            each = resolved(each, {**self.constants, **names})
-            if not is_config(each):
-                self.refuse(
-                    each,
-                    "converters: expected calls such as Float8LinearConverter.Config(), not"
-                    f" {short(each)}",
-                )
-                continue
-            found.append(self.converter(each, usual, names))  # type: ignore[arg-type]
-        return found
-
-    def converter(
-        self, call: ast.Call, usual: str, names: dict[str, ast.expr]
-    ) -> tuple[str, dict[str, Any]]:
-        """A converter's class and its fields. `usual` is Float8LinearConverter's recipe_name where none is given: rowwise since it
-        is one of model_registry's converters (#3127), tensorwise before."""
-        name = last(call.func.value)  # type: ignore[attr-defined]
-        self.positions.add(position(call))
-        values: dict[str, Any] = {"recipe_name": usual} if name == "Float8LinearConverter" else {}
-        if name.startswith("MXFP8"):  # which have fqns instead, and convert the output layer too
-            values["filter_fqns"] = []
-        for word in call.keywords if name in CONVERTERS else ():
-            if word.arg is None:
-                self.refuse(
-                    call, f"{name}.Config(**{short(word.value)}): not read; write its fields out"
-                )
-            elif word.arg not in _IGNORED:
-                self.take(values, word.arg, word.value, names)
-        return name, values
-
-    def take(
-        self, into: dict[str, Any], key: str, value: ast.expr, names: dict[str, ast.expr]
-    ) -> None:
-        """Put a literal into a table; None is as if it were not given."""
-        self.positions.add(position(value))
-        try:
-            made = literal(resolved(value, {**self.constants, **names}))
-        except ValueError:
-            return self.refuse(value, f"{key}: expected a literal, not {short(value)}")
-        if made is not None:
-            into[key] = made
-
-    def refuse(self, node: ast.AST, line: str) -> None:
-        """Note a line about what stands at `node`."""
-        self.problems.append(f"line {getattr(node, 'lineno', 1)}: {line}")
-
-
+_GATHER = "enable_fsdp_float8_all_gather"
+_SCALINGS = {row.torchao: name for name, row in SCALINGS.items() if row.torchao}
 _ROWWISE = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
 _RECIPES: dict[str, dict[str, Any]] = {
     "tensorwise": {},
@@ -199,301 +79,531 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "mxfp8_cublas_rceil": {},
     "mxfp8_emulated": {"fp8.emulate": True},
 }
+# training.dtype is the dtype of parameters, gradients and optimizer state, without fp32 masters.
+_STATE_DTYPES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {
+        "storage.weight": "bf16",
+        "storage.master_weight": "none",
+        "storage.weight_grad": "bf16",
+        "storage.exp_avg": "bf16",
+        "storage.exp_avg_sq": "bf16",
+    },
+}
+_COMPUTE_DTYPES = {
+    "bfloat16": {"precision.compute": "bf16"},
+    "float32": {"precision.compute": "fp32"},
+    "float16": {"precision.compute": "fp16"},
+}
+_REDUCE_DTYPES = {
+    "float32": {"storage.comm": "fp32"},
+    "bfloat16": {"storage.comm": "bf16"},
+}
+# Pattern of a linear layer in fp8cfg -> torchtitan's layers that it consists of.
 _LAYERS = {
     "*.linear_qkv": ("attention.wq", "attention.wk", "attention.wv"),
     "*.linear_proj": ("attention.wo",),
     "*.linear_fc1": ("feed_forward.w1", "feed_forward.w3"),
     "*.linear_fc2": ("feed_forward.w2",),
 }
-"""Our patterns of linear layers, and torchtitan's names of the layers that they are."""
-_NAMES = {
-    **{f"layers.*.{leaf}": leaf for names in _LAYERS.values() for leaf in names},
+_OUTPUT_LAYER = ("output", "lm_head")
+# Full name of a torchtitan layer -> its name in _LAYERS.
+_LAYER_NAMES = {
+    **{f"layers.*.{name}": name for names in _LAYERS.values() for name in names},
     "lm_head": "lm_head",
 }
-_OUTPUT_LAYER = ("output", "lm_head")
-_SCALINGS = {scaling.torchao: name for name, scaling in SCALINGS.items() if scaling.torchao}
-_GATHER = "enable_fsdp_float8_all_gather"
-_STATE_IN_BF16 = {
-    "storage.weight": "bf16",
-    "storage.master_weight": "none",
-    "storage.weight_grad": "bf16",
-    "storage.exp_avg": "bf16",
-    "storage.exp_avg_sq": "bf16",
-}
-_KERNELS = (
-    "force_recompute_fp8_weight_in_bwd",
-    "moe_fqns_prototype",
-    "mxfp8_dim1_cast_kernel_choice",
-)
 
 
-def _names(value: Any) -> list[str]:
+def _read_converter(library: Any) -> dict[str, Any]:
+    scalings = {str(name): scaling for name, scaling in _SCALINGS.items()}
+    return {
+        "fp8.enabled": True,
+        "backend": "torchao",
+        "fp8.scaling": parse_choice(library, scalings),
+    }
+
+
+def _read_filter(names: list[str]) -> dict[str, Any]:
+    """Returns fp8.exclude and fp8.output_layer for the names of layers outside of FP8."""
+    excluded = [pattern for pattern, layers in _LAYERS.items() if set(layers) <= set(names)]
+    excluded.sort(key=lambda pattern: names.index(_LAYERS[pattern][0]))  # the user's order
+    return {
+        "fp8.output_layer": not set(_OUTPUT_LAYER) & set(names),
+        "fp8.exclude": tuple(excluded),
+    }
+
+
+def _parse_names(value: Any) -> list[str]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("fqns and filter_fqns are lists of names")
     return [str(name) for name in value]
 
 
-def _filter(names: list[str]) -> dict[str, Any]:
-    """Our patterns of the layers that stay out; the output layer runs in FP8 unless it is named."""
-    whole = [pattern for pattern, theirs in _LAYERS.items() if set(theirs) <= set(names)]
-    whole.sort(key=lambda pattern: names.index(_LAYERS[pattern][0]))
-    return {
-        "fp8.output_layer": not set(_OUTPUT_LAYER) & set(names),
-        "fp8.exclude": tuple(whole),
-    }
-
-
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """Makes one filter of `filter_fqns` and `fqns`, with a line for each layer that has no match."""
-    # MXLinearConverter has filtered the output layer unless another filter was given.
-    usual = ("output",) if theirs.get("converter") == "mx" else ()
-    filtered = _names(theirs.pop("filter_fqns", usual))
-    chosen = _names(theirs.pop("fqns", ()))
-    if "converter" not in theirs:
+def _prepare(settings: dict[str, Any]) -> list[str]:
+    # Without a filter, MXLinearConverter skips the output layer.
+    default_filter = ("output",) if settings.get("converter") == "mx" else ()
+    filter_fqns = _parse_names(settings.pop("filter_fqns", default_filter))
+    fqns = _parse_names(settings.pop("fqns", ()))
+    if "converter" not in settings:
         return []
-    known = set(_OUTPUT_LAYER)
-    unmatched: list[str] = []
-    if chosen:
-        filtered = [
-            leaf for name, leaf in _NAMES.items() if not any(each in name for each in chosen)
-        ]
-        unmatched = [f"fqns={each}" for each in chosen if not any(each in name for name in _NAMES)]
-    for leaves in _LAYERS.values():
-        if set(leaves) <= set(filtered):
-            known |= set(leaves)
-    unmatched += [f"filter_fqns={name}" for name in filtered if name not in known]
-    theirs["FILTER"] = filtered
-    lines = [
-        f"{each}: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude"
-        for each in unmatched
+    excluded, unmatched = _combine_filters(filter_fqns, fqns)
+    settings["FILTER"] = excluded
+    remarks = [
+        f"{name}: is not a separate layer here; see fp8cfg plan for the layers and set fp8.exclude"
+        for name in unmatched
     ]
-    scales = theirs.get("recipe_name", "tensorwise")
-    if scales != "tensorwise" and is_on(theirs.get(_GATHER)):
-        line = shown(_GATHER, theirs.pop(_GATHER))
-        lines.append(f"{line}: has no effect under {scales}; of tensorwise alone")
-    return lines
+    recipe_name = settings.get("recipe_name", "tensorwise")
+    if recipe_name != "tensorwise" and is_on(settings.get(_GATHER)):
+        setting = format_setting(_GATHER, settings.pop(_GATHER))
+        remarks.append(f"{setting}: has no effect under {recipe_name}, only under tensorwise")
+    return remarks
 
 
-def _on(kind: Any) -> dict[str, Any]:
-    return {
-        "fp8.enabled": True,
-        "backend": "torchao",
-        "fp8.scaling": one_of(kind, {str(name): ours for name, ours in _SCALINGS.items()}),
-    }
+def _combine_filters(filter_fqns: list[str], fqns: list[str]) -> tuple[list[str], list[str]]:
+    """Combines the two filters of the converters.
+
+    Args:
+        filter_fqns: Names of layers outside of FP8.
+        fqns: Parts of the names of layers in FP8. Empty for all layers.
+
+    Returns:
+        The names of layers outside of FP8, and `filter=name` for each name without an equivalent.
+    """
+    excluded = filter_fqns
+    unmatched: list[str] = []
+    if fqns:
+        excluded = [
+            layer for name, layer in _LAYER_NAMES.items() if not any(part in name for part in fqns)
+        ]
+        for part in fqns:
+            if not any(part in name for name in _LAYER_NAMES):
+                unmatched.append(f"fqns={part}")
+    # fp8cfg fuses wq, wk and wv, so only all three of them can be excluded.
+    matched = set(_OUTPUT_LAYER)
+    for layers in _LAYERS.values():
+        if set(layers) <= set(excluded):
+            matched |= set(layers)
+    unmatched += [f"filter_fqns={name}" for name in excluded if name not in matched]
+    return excluded, unmatched
 
 
-def _choice(theirs: str, options: Mapping[str, dict[str, Any]]) -> Entry:
-    return read_only(theirs, lambda name: one_of(name, options))
+def _choice_entry(key: str, choices: Mapping[str, dict[str, Any]]) -> Entry:
+    return read_only(key, lambda setting: parse_choice(setting, choices))
 
 
-def _size(theirs: str, ours: str) -> Entry:
-    """A size, where -1 is torchtitan's default."""
-    return read_only(
-        f"training.{theirs}",
-        lambda value: {} if integer(value) == -1 else {ours: integer(value)},
-    )
+def _size_entry(name: str, recipe_key: str) -> Entry:
+    def read_size(value: Any) -> dict[str, Any]:
+        size = parse_int(value)
+        return {} if size == -1 else {recipe_key: size}  # -1 is torchtitan's default
+
+    return read_only(f"training.{name}", read_size)
 
 
-TORCHTITAN = Dialect(
+TORCHTITAN = KeyTable(
     "torchtitan",
     (
-        _choice(
-            "training.mixed_precision_param",
-            {
-                "bfloat16": {"precision.compute": "bf16"},
-                "float32": {"precision.compute": "fp32"},
-                "float16": {"precision.compute": "fp16"},
-            },
+        _choice_entry("training.mixed_precision_param", _COMPUTE_DTYPES),
+        _choice_entry("training.dtype", _STATE_DTYPES),
+        _choice_entry("training.mixed_precision_reduce", _REDUCE_DTYPES),
+        *(_size_entry(name, recipe_key) for name, recipe_key in _SIZES.items()),
+        read_only(
+            "training.max_norm",
+            lambda setting: {"trainer.gradient_clip_val": parse_float(setting)},
         ),
-        # Parameters, gradients and optimizer state, without float32 beside them.
-        _choice("training.dtype", {"bfloat16": _STATE_IN_BF16, "float32": {}}),
-        _choice(
-            "training.mixed_precision_reduce",
-            {"float32": {"storage.comm": "fp32"}, "bfloat16": {"storage.comm": "bf16"}},
-        ),
-        *(_size(theirs, ours) for theirs, ours in _SIZES.items()),
-        read_only("training.max_norm", lambda value: {"trainer.gradient_clip_val": number(value)}),
-        read_only("converter", _on),
-        _choice("recipe_name", _RECIPES),
-        read_only("FILTER", _filter),
-        read_only("filter_fqns", lambda _: {}),
-        read_only("fqns", lambda _: {}),
-        read_only("emulate", lambda on: {"fp8.emulate": boolean(on)}),
-        read_only(_GATHER, gather),
-        read_only("precompute_float8_dynamic_scale_for_fsdp", lambda _: {}),
+        read_only("converter", _read_converter),
+        _choice_entry("recipe_name", _RECIPES),
+        read_only("FILTER", _read_filter),
+        read_only("filter_fqns", lambda setting: {}),
+        read_only("fqns", lambda setting: {}),
+        read_only("emulate", lambda setting: {"fp8.emulate": parse_bool(setting)}),
+        read_only(_GATHER, read_fp8_all_gather),
+        read_only("precompute_float8_dynamic_scale_for_fsdp", lambda setting: {}),
     ),
-    unsaid=dict.fromkeys(
-        _KERNELS, Unsaid("kernels and experts of torchtitan have no key", (False, None, ""))
+    unsupported=dict.fromkeys(
+        (
+            "force_recompute_fp8_weight_in_bwd",
+            "moe_fqns_prototype",
+            "mxfp8_dim1_cast_kernel_choice",
+        ),
+        Unsupported("kernels and experts of torchtitan have no key here", (False, None, "")),
     ),
     prepare=_prepare,
 )
-"""The fields of a configuration's converter by their names, with `converter` for its class."""
-
-_RELEVANT = ("model_spec", "model_converters", "training")
-_PRECISION = re.compile("quant|convert|float8|fp8|precision")
-"""Parts of names that no other field of a configuration has."""
 
 
-def configuration(text: str, name: str = "") -> Said:
-    """What the function `name` says, or the only one of the file; of a file without functions its statements. Raises ConfigError,
-    with a line for each thing of it that is no literal, where there is no such function or `name` is wanting.
+# Python files.
+
+_CONVERTER_FIELDS = ("model_spec", "model_converters")
+_FIELDS = (*_CONVERTER_FIELDS, "training")
+# No other field of a configuration has such a name.
+_PRECISION_NAME = re.compile("quant|convert|float8|fp8|precision")
+
+
+def read_configuration(text: str, name: str = "") -> Source:
+    """Reads a configuration from a Python file.
+
+    Args:
+        text: The file.
+        name: Name of the function that returns the configuration. May be empty if the file has
+            one configuration, in a function or in its statements.
+
+    Raises:
+        ConfigError: The function does not exist or is ambiguous, or a field is not a literal.
     """
-    try:
-        module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        at = f"line {e.lineno}: " if isinstance(e, SyntaxError) and e.lineno else ""
-        raise ConfigError(f"{at}not Python") from None
-    reader = _Reader(module)
-    found = reader.configurations
-    if name and name not in found:
-        raise ConfigError(f"{name}: no such configuration in it{suggest(name, found)}")
-    if not name and len(found) > 1:
-        shown = ", ".join(found[:12]) + (
-            f" and {len(found) - 12} others" if len(found) > 12 else ""
-        )
+    module = parse_python(text)
+    reader = _ConfigurationReader(module)
+    names = reader.configurations
+    if name and name not in names:
+        raise ConfigError(f"{name}: the file has no such configuration{suggest(name, names)}")
+    if not name and len(names) > 1:
+        listed = ", ".join(names[:12])
+        if len(names) > 12:
+            listed += f" and {len(names) - 12} more"
         raise ConfigError(
-            f"has {len(found)} configurations; name one, as in FILE.py:{found[0]}; they are {shown}"
+            f"has {len(names)} configurations; name one, as in FILE.py:{names[0]}; they are {listed}"
         )
     try:
-        settings = reader.function(name or found[0]) if found else reader.body(module.body, {})
+        if names:
+            configuration = reader.read_function(name or names[0])
+        else:
+            configuration = reader.read_statements(module.body, {})
     except RecursionError:
         raise ConfigError("nested too deeply") from None
-    refuse_if(
-        reader.fields.problems
-        or (
-            [] if settings else ["no configuration of torchtitan's, which is a Trainer.Config(...)"]
-        )
-    )
-    assert settings is not None
-    visited = [reader.functions[name] for name in reader.made]
-    tree = ast.Module(body=[*visited] if found else module.body, type_ignores=[])
-    said = settings.by_key()
-    return said._replace(items=tuple(rest_of(tree, reader.fields.positions)))
+    refuse_if(reader.fields.problems)
+    if configuration is None:
+        raise ConfigError("has no configuration of torchtitan, such as Trainer.Config(...)")
+
+    # Functions that the configuration does not use are not part of the source.
+    body: list[ast.stmt] = module.body
+    if names:
+        body = [reader.functions[function] for function in reader.results]
+    tree = ast.Module(body=body, type_ignores=[])
+    unread = list_unread_items(tree, reader.fields.read_positions)
+    return configuration.to_source()._replace(items=tuple(unread))
 
 
-class _Reader:
+@dataclass
+class Configuration:
+    """Fields of a Trainer.Config.
+
+    Attributes:
+        converters: Class and fields of each converter.
+        training: Fields of the training node.
+    """
+
+    converters: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> Configuration:
+        return Configuration(list(self.converters), dict(self.training))
+
+    def to_source(self) -> Source:
+        """Returns the settings of the key table.
+
+        Raises:
+            ConfigError: A converter has no equivalent, or two converters exclude each other.
+        """
+        settings: dict[str, Any] = {"training.mixed_precision_param": "bfloat16"}
+        settings |= {f"training.{key}": value for key, value in self.training.items()}
+        problems: list[str] = []
+        remarks: list[str] = []
+        for class_name, fields in self.converters:
+            library = CONVERTERS.get(class_name)
+            if class_name == "NVFP4LinearConverter":
+                problems.append(
+                    f"{class_name}: torchao's NVFP4 has no equivalent; for Transformer Engine's set"
+                    " precision=bf16_nvfp4"
+                )
+            elif library is None:
+                remarks.append(f"{class_name}: has no equivalent here")
+            elif settings.get("converter", library) != library:
+                problems.append("converters: float8 and mx are both on; remove one")
+            else:
+                settings |= {"converter": library, **fields}
+        refuse_if(problems)
+        return Source(settings, tuple(remarks), rejects_unknown=True)
+
+
+def _is_config_call(node: ast.AST) -> bool:
+    """Returns whether `node` is a call such as Trainer.Config(...)."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "Config"
+
+
+class _FieldReader:
+    """Reads the fields of configurations.
+
+    Attributes:
+        constants: Constants of the file.
+        functions: Names of the functions in the file.
+        problems: An error for each field that is not a literal.
+        read_positions: Positions of the values that were read.
+    """
+
+    def __init__(self, constants: Constants, functions: frozenset[str]) -> None:
+        self.constants = constants
+        self.functions = functions
+        self.problems: list[str] = []
+        self.read_positions: set[tuple[int, int]] = set()
+
+    def resolve(self, node: ast.expr, constants: Constants) -> ast.expr:
+        """Resolves a constant of the file or, with `constants`, of the function."""
+        return resolve_constant(node, {**self.constants, **constants})
+
+    def read_field(
+        self, configuration: Configuration, name: str, value: ast.expr, constants: Constants
+    ) -> None:
+        """Reads a field of a Trainer.Config into `configuration`."""
+        value = self.resolve(value, constants)
+        if name != "training":
+            configuration.converters = self.read_converters(value, constants)
+            return
+        if not isinstance(value, ast.Call):
+            return
+        configuration.training = {}
+        for keyword in value.keywords:
+            if keyword.arg is None:
+                source = short_source(keyword.value)
+                self.add_problem(value, f"**{source}: not read; write the fields")
+            elif keyword.arg in TRAINING_FIELDS:
+                self.read_literal(configuration.training, keyword.arg, keyword.value, constants)
+
+    def read_converters(
+        self, value: ast.expr, constants: Constants
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the converters of model_registry(...) or ModelConvertersContainer.Config(...)."""
+        if not isinstance(value, ast.Call):
+            return []
+        if isinstance(value.func, ast.Name) and value.func.id in self.functions:
+            self.add_problem(
+                value,
+                f"{value.func.id}(): not read; write model_registry(...) with its converters",
+            )
+        argument: ast.expr | None = None
+        for keyword in value.keywords:
+            if keyword.arg == "converters":
+                argument = keyword.value
+        if argument is None:
+            return []
+        elements = self.resolve(argument, constants)
+        if not isinstance(elements, (ast.List, ast.Tuple)):
+            self.add_problem(argument, f"converters: expected a list, not {short_source(argument)}")
+            return []
+        # Float8LinearConverter's default recipe became rowwise when the converters moved from
+        # ModelConvertersContainer to model_registry (pytorch/torchtitan#3127).
+        container = value.func
+        if isinstance(container, ast.Attribute):
+            container = container.value
+        default_recipe = "rowwise"
+        if last_name(container) == "ModelConvertersContainer":
+            default_recipe = "tensorwise"
+        converters = []
+        for element in elements.elts:
+            call = self.resolve(element, constants)
+            if isinstance(call, ast.Call) and _is_config_call(call):
+                converters.append(self.read_converter(call, default_recipe, constants))
+            else:
+                self.add_problem(
+                    call,
+                    "converters: expected calls such as Float8LinearConverter.Config(), not"
+                    f" {short_source(call)}",
+                )
+        return converters
+
+    def read_converter(
+        self, call: ast.Call, default_recipe: str, constants: Constants
+    ) -> tuple[str, dict[str, Any]]:
+        """Returns the class of a converter and its fields.
+
+        Args:
+            call: The call of its Config.
+            default_recipe: Default of Float8LinearConverter's recipe_name.
+            constants: Constants of the function.
+        """
+        assert isinstance(call.func, ast.Attribute)  # a call such as CLASS.Config(...)
+        class_name = last_name(call.func.value)
+        self.read_positions.add(position(call))
+        fields: dict[str, Any] = {}
+        if class_name == "Float8LinearConverter":
+            fields["recipe_name"] = default_recipe
+        # The MXFP8 converters have fqns instead, and convert the output layer too.
+        if class_name.startswith("MXFP8"):
+            fields["filter_fqns"] = []
+        if class_name not in CONVERTERS:
+            return class_name, fields
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                source = short_source(keyword.value)
+                self.add_problem(
+                    call, f"{class_name}.Config(**{source}): not read; write the fields"
+                )
+            elif keyword.arg != "model_compile_enabled":  # has no effect on the values
+                self.read_literal(fields, keyword.arg, keyword.value, constants)
+        return class_name, fields
+
+    def read_literal(
+        self, fields: dict[str, Any], key: str, value: ast.expr, constants: Constants
+    ) -> None:
+        """Reads a literal into `fields`. None is the same as a missing field."""
+        self.read_positions.add(position(value))
+        try:
+            literal = parse_literal(self.resolve(value, constants))
+        except ValueError:
+            self.add_problem(value, f"{key}: expected a literal, not {short_source(value)}")
+            return
+        if literal is not None:
+            fields[key] = literal
+
+    def add_problem(self, node: ast.AST, problem: str) -> None:
+        self.problems.append(f"line {getattr(node, 'lineno', 1)}: {problem}")
+
+
+class _ConfigurationReader:
+    """Follows the functions of a file that return a configuration.
+
+    Attributes:
+        functions: Functions of the file.
+        fields: Reader of the fields.
+        results: Result of each function that was read.
+        open_functions: Functions that are being read, to detect recursion.
+    """
+
     def __init__(self, module: ast.Module) -> None:
         self.functions = {
             node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
         }
-        self.fields = FieldReader(constants(module.body), frozenset(self.functions))
-        self.made: dict[str, Settings | None] = {}
-        self.open: list[str] = []
+        self.fields = _FieldReader(find_constants(module.body), frozenset(self.functions))
+        self.results: dict[str, Configuration | None] = {}
+        self.open_functions: list[str] = []
 
     @functools.cached_property
     def configurations(self) -> list[str]:
-        """The functions that return a configuration."""
+        """Names of the public functions that return a configuration."""
         return [
             name
             for name, node in self.functions.items()
-            if not name.startswith("_")
-            and (_annotated(node) or any(is_config(each) for each in ast.walk(node)))
+            if not name.startswith("_") and _returns_config(node)
         ]
 
-    def function(self, name: str) -> Settings | None:
-        """What a function of the file returns; each is read once."""
-        if name in self.made:
-            return self.made[name]
-        if name in self.open:
+    def read_function(self, name: str) -> Configuration | None:
+        """Returns the configuration that a function returns, None if it returns something else."""
+        if name in self.results:
+            return self.results[name]
+        if name in self.open_functions:
             raise ConfigError(f"{name}: calls itself")
-        self.open.append(name)
-        node = self.functions[name]
-        self.made[name] = self.body(node.body, constants(node.body))
-        self.open.pop()
-        return self.made[name]
+        self.open_functions.append(name)
+        body = self.functions[name].body
+        self.results[name] = self.read_statements(body, find_constants(body))
+        self.open_functions.pop()
+        return self.results[name]
 
-    def body(self, statements: Sequence[ast.stmt], names: dict[str, ast.expr]) -> Settings | None:
-        """The configuration that statements make, one after the other."""
-        made: dict[str, Settings] = {}
-        final: Settings | None = None
+    def read_statements(
+        self, statements: Sequence[ast.stmt], constants: Constants
+    ) -> Configuration | None:
+        """Returns the configuration that statements return or, without a return, assign last."""
+        variables: dict[str, Configuration] = {}
+        last_assigned: Configuration | None = None
         for node in statements:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name) and (
-                        settings := self.settings(node.value, names, made)
-                    ):
-                        final = made[target.id] = settings
+                for target in assignment_targets(node):
+                    if isinstance(target, ast.Name):
+                        configuration = self.read_expression(node.value, constants, variables)
+                        if configuration is not None:
+                            variables[target.id] = configuration
+                            last_assigned = configuration
                     elif isinstance(target, ast.Attribute):
-                        self.assign(target, node.value, names, made)
+                        self.assign_field(target, node.value, constants, variables)
             elif isinstance(node, ast.Return) and node.value:
-                settings = self.settings(node.value, names, made)
-                if settings is None:
-                    self.fields.refuse(
+                configuration = self.read_expression(node.value, constants, variables)
+                if configuration is None:
+                    self.fields.add_problem(
                         node,
-                        f"{short(node.value)}: not read; expected a configuration of this file",
+                        f"{short_source(node.value)}: not read; return a configuration of this file",
                     )
-                return settings or final
-            elif isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and any(
-                map(_relevant, ast.walk(node))
-            ):
-                self.fields.refuse(
-                    node,
-                    f"{short(node).splitlines()[0]} what stands below is not decided here; write it"
-                    " without",
+                return configuration or last_assigned
+            elif _is_block(node) and any(_is_about_precision(child) for child in ast.walk(node)):
+                first_line = ast.unparse(node).splitlines()[0][:40]
+                self.fields.add_problem(
+                    node, f"{first_line} is not evaluated; write the fields without it"
                 )
-        return final
+        return last_assigned
 
-    def settings(
-        self, node: ast.expr, names: dict[str, ast.expr], made: dict[str, Settings]
-    ) -> Settings | None:
-        """The configuration that an expression is; None for one that is none."""
+    def read_expression(
+        self, node: ast.expr, constants: Constants, variables: dict[str, Configuration]
+    ) -> Configuration | None:
+        """Returns the configuration of an expression, None if it is something else."""
         if isinstance(node, ast.Name):
-            return made.get(node.id)
+            return variables.get(node.id)
         if not isinstance(node, ast.Call):
             return None
         if isinstance(node.func, ast.Name):
-            if node.func.id in self.configurations:
-                return made_there.copy() if (made_there := self.function(node.func.id)) else None
+            if node.func.id not in self.configurations:
+                return None
+            # A copy: the caller may change fields of it.
+            configuration = self.read_function(node.func.id)
+            return None if configuration is None else configuration.copy()
+        if not isinstance(node.func, ast.Attribute) or not _is_config_call(node):
             return None
-        if not is_config(node) or last(node.func.value) != "Trainer":  # type: ignore[attr-defined]
+        if last_name(node.func.value) != "Trainer":
             return None
-        found = Settings()
-        for word in node.keywords:
-            if word.arg is None:
-                self.fields.refuse(node, f"**{short(word.value)}: not read; write its fields out")
-            elif word.arg in _RELEVANT:
-                self.fields.field(found, word.arg, word.value, names)
+        configuration = Configuration()
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                source = short_source(keyword.value)
+                self.fields.add_problem(node, f"**{source}: not read; write the fields")
+            elif keyword.arg in _FIELDS:
+                self.fields.read_field(configuration, keyword.arg, keyword.value, constants)
             else:
-                self.other(word.arg, word)
-        return found
+                self.check_other_field(keyword.arg, keyword)
+        return configuration
 
-    def assign(
+    def assign_field(
         self,
         target: ast.Attribute,
         value: ast.expr,
-        names: dict[str, ast.expr],
-        made: dict[str, Settings],
+        constants: Constants,
+        variables: dict[str, Configuration],
     ) -> None:
-        """A statement such as config.model_spec = model_registry(...)."""
-        parts = ast.unparse(target).split(".")
-        if parts[1] not in _RELEVANT:
-            return self.other(parts[1], target, value)
-        if parts[0] not in made:
-            self.fields.refuse(target, f"{parts[0]}: what it is is not in this file")
-        elif len(parts) == 2:
-            self.fields.field(made[parts[0]], parts[1], value, names)
-        elif parts[1] == "training" and parts[2] in TRAINING:
-            self.fields.take(made[parts[0]].training, parts[2], value, names)
+        """Executes a statement such as config.model_spec = model_registry(...)."""
+        variable, field_name, *path = ast.unparse(target).split(".")
+        if field_name not in _FIELDS:
+            self.check_other_field(field_name, target, value)
+        elif variable not in variables:
+            self.fields.add_problem(target, f"{variable}: is not defined in this file")
+        elif not path:
+            self.fields.read_field(variables[variable], field_name, value, constants)
+        elif field_name == "training" and path[0] in TRAINING_FIELDS:
+            training = variables[variable].training
+            self.fields.read_literal(training, path[0], value, constants)
 
-    def other(self, name: str, *nodes: ast.AST) -> None:
-        """A field that is not about precision, unless its name or what it is given says that it is."""
-        names = (node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name))
-        if _PRECISION.search(name) or any(each.endswith("Converter") for each in names):
-            near = f"; did you mean {near!r}?" if (near := nearest(name, _RELEVANT)) else ""
-            self.fields.refuse(nodes[0], f"{name}: no field of a configuration that is read{near}")
+    def check_other_field(self, name: str, *nodes: ast.AST) -> None:
+        """Adds a problem if the name of a field, or a class in it, is about precision."""
+        names = []
+        for node in nodes:
+            names += [child.id for child in ast.walk(node) if isinstance(child, ast.Name)]
+        has_converter = any(each.endswith("Converter") for each in names)
+        if not _PRECISION_NAME.search(name) and not has_converter:
+            return
+        suggestion = nearest(name, _FIELDS)
+        hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+        self.fields.add_problem(nodes[0], f"{name}: no known field of a configuration{hint}")
 
 
-def _annotated(node: ast.FunctionDef) -> bool:
-    return isinstance(node.returns, ast.Attribute) and node.returns.attr == "Config"
+def _returns_config(node: ast.FunctionDef) -> bool:
+    if isinstance(node.returns, ast.Attribute) and node.returns.attr == "Config":
+        return True
+    return any(_is_config_call(child) for child in ast.walk(node))
 
 
-def _relevant(node: ast.AST) -> bool:
-    """Whether a node has to do with precision."""
+def _is_block(node: ast.AST) -> bool:
+    return isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try))
 
-    def test(name: str) -> bool:
-        return name in (*_RELEVANT[:2], *TRAINING) or name.endswith("Converter")
 
-    return (isinstance(node, ast.Attribute) and test(node.attr)) or (
-        isinstance(node, ast.Name) and test(node.id)
-    )
+def _is_about_precision(node: ast.AST) -> bool:
+    name = ""
+    if isinstance(node, ast.Attribute):
+        name = node.attr
+    elif isinstance(node, ast.Name):
+        name = node.id
+    return name in (*_CONVERTER_FIELDS, *TRAINING_FIELDS) or name.endswith("Converter")

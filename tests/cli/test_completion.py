@@ -13,7 +13,7 @@ import pytest
 from fp8cfg.__main__ import main
 from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli.completion import SCRIPTS, completions, keys
-from fp8cfg.interop.projects import DOORS
+from fp8cfg.interop.projects import PROJECTS
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import fields
@@ -197,7 +197,7 @@ def test_a_script_begins_with_how_to_install_it(
     ("words", "found"),
     [
         (["import", "m"], ["megatron"]),
-        (["import", ""], [*sorted(DOORS)]),
+        (["import", ""], [*sorted(PROJECTS)]),
         (["export", "s"], ["slurm", "storage."]),
         (["export", "h"], ["hf"]),
         (["import", "nemo", "run"], []),

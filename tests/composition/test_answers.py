@@ -252,7 +252,7 @@ ELSEWHERE = {
         "import",
         "accelerate",
         "handler.py",
-    ): "handler.py: FP8RecipeKwargs(**KWARGS): KWARGS is not read; give its values by name",
+    ): "handler.py: FP8RecipeKwargs(**KWARGS): KWARGS is not read; write the keywords",
     (
         "sweep",
         "fp8.margin=range(0,99)",

@@ -66,9 +66,9 @@ def test_every_spelling(key: str, given: Any, ours: str, value: Any) -> None:
     found = interop.from_mapping(
         "accelerate", {"mixed_precision": "FP8", "fp8_config": {"backend": "TE"} | {key: given}}
     )
-    from fp8cfg.interop.translation import table
+    from fp8cfg.interop.translation import effective_values
 
-    assert table(found.recipe)[ours] == value and found.unknown == ()
+    assert effective_values(found.recipe)[ours] == value and found.unknown == ()
     found.recipe.check()
 
 
@@ -107,7 +107,7 @@ def test_precisions_without_fp8(given: Any, compute: str) -> None:
         False,
         0,
     )
-    assert "fp8_config.margin=3: has no effect, nothing there turns FP8 on" in found.lost
+    assert "fp8_config.margin=3: has no effect, FP8 is off" in found.lost
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_precisions_without_fp8(given: Any, compute: str) -> None:
     [
         (
             {"amax_compute_algo": "most_recent"},
-            "fp8_config.amax_compute_algo=most_recent: is so here; Accelerate drops most_recent on the way to Transformer Engine, which takes max",
+            "fp8_config.amax_compute_algo=most_recent: imported, but Accelerate does not pass most_recent on to Transformer Engine, so TE uses max",
         ),
         (
             {"interval": 3},
-            "fp8_config.interval=3: is so here; Transformer Engine 2 knows it no more and drops it without a word",
+            "fp8_config.interval=3: imported, but Transformer Engine 2 ignores it without a message",
         ),
         ({"opt_level": "O1"}, "fp8_config.opt_level=O1: has no effect with backend=TE"),
         (
@@ -133,7 +133,7 @@ def test_precisions_without_fp8(given: Any, compute: str) -> None:
         ),
         (
             {"backend": "AO", "pad_inner_dim": True},
-            "fp8_config.pad_inner_dim=True: layers whose sizes are not multiples of 16 stay in high precision here",
+            "fp8_config.pad_inner_dim=True: layers with sizes that are not multiples of 16 stay in high precision here",
         ),
     ],
 )
@@ -151,7 +151,7 @@ def test_what_is_not_taken_over_is_said(data: dict[str, Any], lost: str) -> None
         (
             {"mixed_precision": "bf16", "fp16": True},
             "bf16",
-            ("fp16: Accelerate reads mixed_precision=bf16 alone",),
+            ("fp16: has no effect, Accelerate reads mixed_precision=bf16",),
         ),
         ({"mixed_precision": "fp16", "fp16": True}, "fp16", ()),
     ],
@@ -193,7 +193,7 @@ def test_no_key_of_its_own_is_called_a_typing_error() -> None:
         for f in dataclasses.fields(cls)
         if not f.name.endswith("_config")
     }
-    given = {k: "x" for k in keys if not ACCELERATE.knows(k)}
+    given = {k: "x" for k in keys if not ACCELERATE.has_entry(k)}
     assert (
         len(given) > 60
         and interop.from_mapping("accelerate", {"mixed_precision": "no", **given}).unknown == ()
@@ -226,9 +226,9 @@ def test_what_stands_around_fp8() -> None:
     ) == ("cpu", 0.5, "full", "auto")
     assert found.recipe.storage.shard == "fsdp"
     assert found.lost == (
-        "dynamo_config.dynamo_backend=AOT_EAGER: trainer.compile=on compiles with inductor",
-        "deepspeed_config.zero_stage=3: weights are split by torch's FSDP2 here",
-        "fsdp_config.fsdp_offload_params=True: how FSDP wraps, moves and saves; storage.shard=fsdp splits each layer by FSDP2",
+        "dynamo_config.dynamo_backend=AOT_EAGER: not supported; trainer.compile=on compiles with inductor",
+        "deepspeed_config.zero_stage=3: imported as FSDP2 (storage.shard=fsdp)",
+        "fsdp_config.fsdp_offload_params=True: FSDP's wrapping, offload and saving; storage.shard=fsdp shards each layer",
     )
     assert (
         interop.from_mapping(
@@ -257,12 +257,12 @@ def test_what_stands_around_fp8() -> None:
 
 
 FIRST = (
-    "Accelerate's torchao leaves the model's first linear layer in high precision too; here it runs in FP8, and `fp8cfg plan` lists layers for "
-    "fp8.exclude"
+    "Accelerate's torchao also keeps the model's first linear layer out of FP8; here it runs in FP8, see fp8cfg plan for the "
+    "layers and set fp8.exclude"
 )
 FIRST_WRITTEN = (
-    "fp8.scaling=current: is written, but Accelerate's torchao leaves the model's first linear layer in high precision too; a filter of your own "
-    "says otherwise (AORecipeKwargs.module_filter_func)"
+    "fp8.scaling=current: exported, but Accelerate's torchao also keeps the model's first linear layer out of FP8; pass your own filter to "
+    "change it (AORecipeKwargs.module_filter_func)"
 )
 
 
@@ -283,7 +283,7 @@ def test_the_first_layer_that_accelerates_torchao_leaves_out_is_said() -> None:
     assert interop.from_words("accelerate", ["AORecipeKwargs()"]).lost == (f"backend=AO: {FIRST}",)
     assert interop.from_mapping(
         "accelerate", {"mixed_precision": "bf16", "fp8_config": {"backend": "AO"}}
-    ).lost == ("fp8_config.backend=AO: has no effect, nothing there turns FP8 on",)
+    ).lost == ("fp8_config.backend=AO: has no effect, FP8 is off",)
     for words, said in (
         ("precision=bf16_fp8_current", True),
         ("precision=bf16_fp8", False),
@@ -316,7 +316,7 @@ def test_the_weights_that_ms_amp_holds_under_deepspeed_are_said(
     ).lost
     held = [line for line in lost if "E4M3" in line]
     assert held == [
-        f"{said}: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without"
+        f"{said}: under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level; without DeepSpeed, as here, O1 and O2 use scaled FP16"
     ] * bool(said)
 
 
@@ -325,11 +325,11 @@ def test_the_weights_that_ms_amp_holds_under_deepspeed_are_said(
     [
         (
             "opt_level=O1 storage.shard=zero1",
-            "opt_level=O1: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16",
+            "opt_level=O1: exported, but under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level, not in scaled FP16",
         ),
         (
             "opt_level=O2 storage.shard=zero2",
-            "opt_level=O2: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16; opt_level=O3 is that",
+            "opt_level=O2: exported, but under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level, not in scaled FP16; opt_level=O3 is the same here",
         ),
         ("opt_level=O2", ""),
         ("storage.shard=zero1", ""),
@@ -394,7 +394,7 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
             amax_compute_algo="mxa",
         )
     assert e.value.problems == [
-        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in plain E5M2",
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains with HYBRID or E4M3, never with E5M2 only",
         "fp8_config.margin=x: expected an integer",
         "fp8_config.amax_compute_algo=mxa: not an option; did you mean 'max'?",
         "fp8_config.override_linear_precision=(false, false): expected three of true and false, for fprop, dgrad and wgrad",
@@ -402,13 +402,13 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as e:  # those of types, of bounds and of names
         imported(fp8_format="E5M2", margin=-4, marginn=4)
     assert e.value.problems == [
-        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in plain E5M2",
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains with HYBRID or E4M3, never with E5M2 only",
         "fp8_config.margin=-4: must be at least 0",
         "fp8_config.marginn: no such key of Accelerate; did you mean 'fp8_config.margin'?",
     ]
     with pytest.raises(
         ConfigError,
-        match=r"amax_history_length=2: one key with fp8_config.amax_history_len=16; drop one",
+        match=r"amax_history_length=2: the same key as fp8_config.amax_history_len=16; remove one",
     ):
         imported(amax_history_len=16, amax_history_length=2)
 
@@ -528,4 +528,4 @@ def test_the_wizards_own_file(tmp_path: Path) -> None:
         found.recipe.fp8.format,
         found.unknown,
     ) == (1, 16, "e4m3", ())
-    assert found.lost == ("num_processes=8: how processes are started; torchrun says that",)
+    assert found.lost == ("num_processes=8: belongs to the launch; use torchrun's arguments",)

@@ -114,10 +114,10 @@ def test_handler_objects_are_written_and_read_back(words: list[str]) -> None:
     recipe: Recipe = fp8cfg.compose(words)
     written = interop.to_handler(recipe)
     back = interop.from_object(written.value).recipe
-    lost = {line.partition("=")[0] for line in written.lost if ": is written" not in line}
-    from fp8cfg.interop.translation import table
+    lost = {line.partition("=")[0] for line in written.lost if ": exported" not in line}
+    from fp8cfg.interop.translation import effective_values
 
-    ours, theirs = table(recipe), table(back)
+    ours, theirs = effective_values(recipe), effective_values(back)
     follows = {"backend"} | {k for k in ours if k.startswith("storage.")}
     assert {
         k

@@ -11,7 +11,7 @@ from fp8cfg.__main__ import main
 from tests.support.verbs import refused
 
 GOLDEN = """# Imported from Accelerate. What has no counterpart here, or is read otherwise:
-# machine_rank=1: how processes are started; torchrun says that
+# machine_rank=1: belongs to the launch; use torchrun's arguments
 # fp8_config.marginn: no such key of Accelerate; did you mean
 #   'fp8_config.margin'?
 # Exported by fp8cfg {version}.
@@ -61,7 +61,7 @@ def test_import_and_export_on_the_command_line(
         == "note: 3 of its keys have no counterpart in Accelerate; they are comments in the text\n"
         and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
     )
-    assert "# fp8.first_step=in_time: Transformer Engine begins with scale 1\n" in noted.out
+    assert "# fp8.first_step=in_time: Transformer Engine starts with scale 1\n" in noted.out
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_import_and_export_on_the_command_line(
         (
             "a.json",
             b'{"margin": ' + b"9" * 5000 + b"}",
-            "a number has more digits than can be read",
+            "a number has too many digits",
         ),
         (
             "a.yaml",
@@ -105,7 +105,7 @@ def test_import_and_export_on_the_command_line(
         (
             "a.py",
             b"TERecipeKwargs(**x)",
-            "TERecipeKwargs(**x): x is not read; give its values by name",
+            "TERecipeKwargs(**x): x is not read; write the keywords",
         ),
         ("a.json", b"[1]", "expected keys and values, got list"),
         ("a.json", b"[" * 100_000, "nested too deeply"),
@@ -118,7 +118,7 @@ def test_import_and_export_on_the_command_line(
         (
             "a.yaml",
             b"# nothing\n",
-            "has no key that Accelerate says precision by, such as mixed_precision",
+            "has no precision key of Accelerate, such as mixed_precision",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_mistakes(
 
 def test_export_for_a_project_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "export", "accelerate", "precision=bf16_fp8_block") == [
-        "fp8.scaling=block: Accelerate has no such scaling; it has delayed and mxfp8 (TE) and current (torchao)"
+        "fp8.scaling=block: Accelerate has no such scaling; set one of delayed and mxfp8 (TE) or current (torchao)"
     ]
     assert refused(capsys, "export", "accelerate", "--python") == [
         "--python: not with accelerate, whose files have one form"

@@ -10,7 +10,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.translation import effective_values
 from tests.support.verbs import loads
 
 SCRIPT = r"""#!/bin/bash
@@ -122,7 +122,7 @@ def test_flags_with_megatrons_own_defaults(flags: str, ours: dict[str, Any]) -> 
         interop.from_words("megatron", [flags]),
         interop.from_words("megatron", flags.split()),
     ):
-        assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+        assert {k: effective_values(found.recipe)[k] for k in ours} == ours and found.unknown == ()
 
 
 def test_selective_recomputation_is_of_more_here_and_that_is_said() -> None:
@@ -225,7 +225,7 @@ def test_a_run_config_of_megatron_bridges(tmp_path: Path) -> None:
 )
 def test_fields_of_nemos(data: dict[str, Any], ours: dict[str, Any]) -> None:
     found = interop.from_mapping("nemo", data)
-    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+    assert {k: effective_values(found.recipe)[k] for k in ours} == ours and found.unknown == ()
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,11 @@ def test_fields_of_nemos(data: dict[str, Any], ours: dict[str, Any]) -> None:
         ),
         (
             {"fp8_recipe": "mxfp8"},
-            "fp8=hybrid: MXFP8 and NVFP4 are E4M3 both ways here; E5M2 gradients under fine-grained scales make training diverge",
+            "fp8=hybrid: MXFP8 and NVFP4 use E4M3 in both passes here; with E5M2 gradients and block scales training diverges",
         ),
         (
             {"fp8_wgrad": False},
-            "fp8_wgrad=False: is so here; Transformer Engine 2 knows it no more and drops it without a word",
+            "fp8_wgrad=False: imported, but Transformer Engine 2 ignores it without a message",
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_what_is_a_silent_no_op_there_is_said(data: dict[str, Any], lost: str) -
 )
 def test_deepspeeds_json(data: dict[str, Any], ours: dict[str, Any]) -> None:
     found = interop.from_mapping("deepspeed", data)
-    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+    assert {k: effective_values(found.recipe)[k] for k in ours} == ours and found.unknown == ()
 
 
 def test_the_section_that_ms_amp_reads() -> None:
@@ -351,15 +351,15 @@ def test_the_section_that_ms_amp_reads() -> None:
     [
         (
             "opt_level=O1",
-            "opt_level=O1: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16",
+            "opt_level=O1: exported, but under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level, not in scaled FP16",
         ),
         (
             "opt_level=O2",
-            "opt_level=O2: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16; opt_level=O3 is that",
+            "opt_level=O2: exported, but under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level, not in scaled FP16; opt_level=O3 is the same here",
         ),
         (
             "opt_level=O3",
-            "opt_level=O3: is written, but MS-AMP wants ZeRO with it; write storage.shard=zero1 or zero2",
+            "opt_level=O3: exported, but MS-AMP needs ZeRO for it; set storage.shard=zero1 or zero2",
         ),
         ("opt_level=O3 storage.shard=zero1", ""),
         ("fp8.margin=1", ""),
@@ -369,7 +369,7 @@ def test_what_ms_amp_stores_otherwise_under_deepspeed_is_listed(words: str, line
     lost = interop.to_mapping(
         "deepspeed", fp8cfg.compose(["precision=bf16_fp8", *words.split()])
     ).lost
-    assert [said for said in lost if ": is written, but" in said] == [line] * bool(line)
+    assert [said for said in lost if ": exported, but" in said] == [line] * bool(line)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_and_where_it_is_read(level: dict[str, str], said: str) -> None:
         },
     )
     assert [line for line in found.lost if "E4M3" in line] == [
-        f"msamp.opt_level={said}: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without"
+        f"msamp.opt_level={said}: under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level; without DeepSpeed, as here, O1 and O2 use scaled FP16"
     ] * bool(said)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.interop.projects import DOORS
+from fp8cfg.interop.projects import PROJECTS
 from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused
 
@@ -47,15 +47,15 @@ def test_values_that_cannot_be_come_at_once() -> None:
     ],
 )
 def test_two_half_precisions_are_refused_as_theirs_are(project: str, data: dict[str, Any]) -> None:
-    name = DOORS[project].dialect.name
+    name = PROJECTS[project].key_table.name
     with pytest.raises(ConfigError) as e:
         interop.from_mapping(project, data)
-    assert e.value.problems == [f"{name}: bf16 and fp16 are both on; drop one"]
+    assert e.value.problems == [f"{name}: bf16 and fp16 are both on; remove one"]
     with pytest.raises(ConfigError) as e:  # beside what else is wrong
         interop.from_mapping(project, {**data, "gradient_clipping": "x", "fp8_margin": "x"})
     assert (
         len(e.value.problems) > 1
-        and f"{name}: bf16 and fp16 are both on; drop one" in e.value.problems
+        and f"{name}: bf16 and fp16 are both on; remove one" in e.value.problems
     )
 
 
@@ -65,17 +65,17 @@ def test_two_half_precisions_are_refused_as_theirs_are(project: str, data: dict[
         (
             "bridge",
             {"bf16": True, "fp8": "hybrid", "fp4": "e2m1"},
-            "Megatron-Bridge: fp8 and fp4 are both on; drop one",
+            "Megatron-Bridge: fp8 and fp4 are both on; remove one",
         ),
         (
             "nemo",
             {"precision": "bf16-mixed", "fp8": "hybrid", "fp4": "e2m1", "fp16": True},
-            "NeMo: bf16 and fp16 are both on; drop one\nNeMo: fp8 and fp4 are both on; drop one",
+            "NeMo: bf16 and fp16 are both on; remove one\nNeMo: fp8 and fp4 are both on; remove one",
         ),
         (
             "megatron",
             {"bf16": True, "fp8_format": "hybrid", "fp4_format": "e2m1"},
-            "Megatron-LM: fp8_format and fp4_format are both on; drop one",
+            "Megatron-LM: fp8_format and fp4_format are both on; remove one",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_an_unknown_key_or_section_is_named_with_the_nearest(
 ) -> None:
     meant = f"; did you mean {near!r}?" if near else ""
     assert interop.from_mapping(project, {key: "5"}).unknown == (
-        f"{key}: no such key of {DOORS[project].dialect.name}{meant}",
+        f"{key}: no such key of {PROJECTS[project].key_table.name}{meant}",
     )
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.interop.transformer_engine import IGNORED, from_text
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.transformer_engine import UNUSED_SWITCH, read_recipe_text
+from fp8cfg.interop.translation import effective_values
 from fp8cfg.schema.errors import ConfigError
 
 TE = "transformer_engine.common.recipe"
@@ -70,8 +70,8 @@ def test_tes_genuine_recipes_say_what_ours_does(words: list[str], te: ModuleType
     written = interop.to_te(recipe)
     assert type(written.value).__module__ == TE
     back = interop.from_object(written.value)
-    ours, theirs = table(recipe), table(back.recipe)
-    lost = {line.partition("=")[0] for line in written.lost if IGNORED not in line}
+    ours, theirs = effective_values(recipe), effective_values(back.recipe)
+    lost = {line.partition("=")[0] for line in written.lost if UNUSED_SWITCH not in line}
     assert {k for k in ours if k.startswith("fp8.") and ours[k] not in ("auto", theirs[k])} == {
         k for k in lost if k.startswith("fp8.")
     }
@@ -81,31 +81,31 @@ def test_tes_genuine_recipes_say_what_ours_does(words: list[str], te: ModuleType
         "fp8.high_precision_at_start",
         "fp8.high_precision_at_end",
     }
-    assert [line for line in back.lost if IGNORED not in line] == [] and back.unknown == ()
+    assert [line for line in back.lost if UNUSED_SWITCH not in line] == [] and back.unknown == ()
 
 
 def test_a_switch_that_tes_layers_do_not_read_is_reported(te: ModuleType) -> None:
     words = ["precision=bf16_fp8_current", "fp8.use_power_2_scales=true"]
     written = interop.to_te(fp8cfg.compose(words))
     assert written.value == te.Float8CurrentScaling(use_power_2_scales=True)
-    assert f"fp8.use_power_2_scales=True: is written, but {IGNORED}" in written.lost
+    assert f"fp8.use_power_2_scales=True: exported, but {UNUSED_SWITCH}" in written.lost
     back = interop.from_object(written.value)
     assert back.recipe.fp8.use_power_2_scales
-    assert back.lost == (f"use_power_2_scales=True: is so here; {IGNORED}",)
+    assert back.lost == (f"use_power_2_scales=True: imported, but {UNUSED_SWITCH}",)
     block = interop.from_object(te.Float8BlockScaling(use_f32_scales=True))
-    assert table(block.recipe)["fp8.use_power_2_scales"] is False
-    assert block.lost == (f"use_f32_scales=True: is so here; {IGNORED}",)
+    assert effective_values(block.recipe)["fp8.use_power_2_scales"] is False
+    assert block.lost == (f"use_f32_scales=True: imported, but {UNUSED_SWITCH}",)
     for preset in ("bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8"):
         lost = interop.to_te(fp8cfg.compose([f"precision={preset}"])).lost
-        assert IGNORED not in " ".join(lost)
+        assert UNUSED_SWITCH not in " ".join(lost)
 
 
 def test_what_a_te_recipe_says_and_ours_cannot(te: ModuleType) -> None:
     assert interop.from_object(te.NVFP4BlockScaling(nvfp4_4over6="all")).lost == (
-        "nvfp4_4over6=all: how its kernels accumulate and round; not of a recipe here",
+        "nvfp4_4over6=all: how kernels accumulate and round is not part of a recipe",
     )
     with pytest.raises(
-        ConfigError, match=r"amax_compute_algo=.*: a function, which a recipe cannot name"
+        ConfigError, match=r"amax_compute_algo=.*: is a function, which a recipe cannot name"
     ):
         interop.from_object(te.DelayedScaling(amax_compute_algo=lambda history: history))
     with pytest.raises(ConfigError, match="class=CustomRecipe: its quantizers are Python code"):
@@ -132,15 +132,15 @@ def test_what_a_genuine_recipe_prints_is_read_as_it_is(words: list[str], te: Mod
     }[type(made)]
     assert len(found.lost) == bool(silent)
     for line in found.lost:
-        assert line.endswith(("not read; the defaults of a recipe hold", "taken to be max"))
-    ours, theirs = table(want.recipe), table(found.recipe)
+        assert line.endswith(("not read; the defaults of the recipe apply", "imported as max"))
+    ours, theirs = effective_values(want.recipe), effective_values(found.recipe)
     assert {k for k in ours if ours[k] != theirs[k]} <= {*silent} and found.unknown == ()
 
 
 def test_products_that_accumulate_otherwise_are_reported(te: ModuleType) -> None:
     current = te.Float8CurrentScaling(fp8_gemm_fprop=te.MMParams(use_split_accumulator=True))
     (line,) = interop.from_object(current).lost
-    assert line.startswith("fp8_gemm_fprop=") and "how its kernels accumulate" in line
+    assert line.startswith("fp8_gemm_fprop=") and "how kernels accumulate" in line
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,10 @@ def test_exported_python_makes_the_same_object(words: list[str], te: ModuleType)
     names: dict[str, Any] = {}
     exec(text, names)
     assert names["recipe"] == interop.to_te(recipe).value
-    assert table(interop.from_words("te", [text]).recipe)["fp8.scaling"] == recipe.fp8.scaling
+    assert (
+        effective_values(interop.from_words("te", [text]).recipe)["fp8.scaling"]
+        == recipe.fp8.scaling
+    )
 
 
 def test_a_version_without_a_switch_has_it_off_and_one_without_a_class_says_so(
@@ -185,7 +188,7 @@ def test_a_version_without_a_switch_has_it_off_and_one_without_a_class_says_so(
     monkeypatch.setattr(te, "MXFP8BlockScaling", MXFP8BlockScaling)
     assert interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8"])).value.margin == 0
     with pytest.raises(
-        ConfigError, match="enable_2d_quantization=True: Transformer Engine made None of it"
+        ConfigError, match="enable_2d_quantization=True: Transformer Engine changed it to None"
     ):
         interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"]))
     monkeypatch.delattr(te, "NVFP4BlockScaling")
@@ -210,19 +213,19 @@ def test_what_a_recipe_prints_is_read(words: list[str], te: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("DelayedScaling(2)", "DelayedScaling: give its values by name"),
+        ("DelayedScaling(2)", "DelayedScaling: positional arguments are not read; use keywords"),
         ("x = 1", "0 calls; expected one of DelayedScaling"),
         (
             "DelayedScaling(margin=__import__('os').getpid())",
             "margin: expected a literal, not __import__('os').getpid()",
         ),
-        ("def (", "not Python; expected a call such as DelayedScaling(margin=1)"),
+        ("def (", "not valid Python; expected a call such as DelayedScaling(margin=1)"),
         (
             "recipe.DelayedScalng(margin=1)",
             "DelayedScalng: not a recipe of Transformer Engine; did you mean 'DelayedScaling'?",
         ),
         ("DelayedScaling(); MXFP8BlockScaling()", "2 calls"),
-        ("(" * 500, "not Python"),
+        ("(" * 500, "not valid Python"),
         ("DelayedScaling(margin=-1)", "margin=-1: must be at least 0"),
     ],
 )
@@ -233,7 +236,7 @@ def test_texts_that_are_no_recipe(text: str, problem: str) -> None:
 
 
 def test_old_te_calls_are_read() -> None:
-    found = from_text(
+    found = read_recipe_text(
         "fp8_recipe = recipe.DelayedScaling(fp8_format=recipe.Format.E4M3, interval=4, override_linear_precision=(False, False, True))"
     )
     fp8 = interop.from_mapping("te", found).recipe.fp8
@@ -243,7 +246,7 @@ def test_old_te_calls_are_read() -> None:
 def test_without_transformer_engine_the_line_says_so() -> None:
     if TE in sys.modules:
         pytest.skip("it is installed")
-    with pytest.raises(interop.NotHere, match="transformer_engine: cannot be imported here"):
+    with pytest.raises(interop.NotHere, match="transformer_engine: cannot be imported"):
         interop.to_te(fp8cfg.compose(["precision=bf16_fp8"]))
 
 
@@ -266,7 +269,7 @@ def test_torchaos_genuine_config_says_what_ours_does(words: list[str]) -> None:
     written = interop.to_torchao(recipe)
     assert type(written.value).__name__ == "Float8LinearConfig"
     back = interop.from_object(written.value)
-    ours, theirs = table(recipe), table(back.recipe)
+    ours, theirs = effective_values(recipe), effective_values(back.recipe)
     assert {k for k in ours if k.startswith("fp8.") and ours[k] != theirs[k]} == {
         "fp8.params",
         "fp8.high_precision_at_start",
@@ -361,7 +364,7 @@ def test_plugins_are_read(obj: Any) -> None:
 def test_an_object_of_nobody_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^dict: no object of a project that is known here; from_mapping takes keys and values$",
+        match=r"^dict: is not a known class of another project; pass keys and values to from_mapping$",
     ):
         interop.from_object({})
 

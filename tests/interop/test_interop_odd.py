@@ -10,7 +10,7 @@ import pytest
 import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.translation import effective_values
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused, said
@@ -18,8 +18,8 @@ from tests.support.verbs import refused, said
 FSDP = {"mixed_precision": "fp8", "distributed_type": "FSDP"}
 BF16 = {"bf16": {"enabled": True}}
 O2 = {**BF16, "msamp": {"enabled": True, "opt_level": "O2"}}
-SPLIT = ": MS-AMP splits no weights; write DeepSpeed's ZeRO stage 1 or 2, or drop MS-AMP"
-KEPT = ": storage.shard=fsdp keeps weights, gradients and moments in float32, and sums gradients in that or bf16"
+SPLIT = ": MS-AMP does not shard weights; use DeepSpeed's ZeRO stage 1 or 2, or remove MS-AMP"
+KEPT = ": storage.shard=fsdp keeps weights and gradients in float32, and reduces gradients in float32 or bf16"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ KEPT = ": storage.shard=fsdp keeps weights, gradients and moments in float32, an
                 "deepspeed_config.enable_msamp": True,
                 "fp8_config.backend": "TE",
             },
-            "Accelerate: deepspeed_config.enable_msamp=True and fp8_config.backend=TE: two backends of FP8; drop one",
+            "Accelerate: deepspeed_config.enable_msamp=True and fp8_config.backend=TE: two FP8 backends; remove one",
         ),
         (
             "accelerate",
             {"fp8_config": {"backend": "TE"}, "fp8_config.backend": "AO"},
-            "fp8_config.backend: stands twice, in its section and dotted; drop one of the two",
+            "fp8_config.backend: given twice, in its section and with dots; remove one",
         ),
         (
             "accelerate",
@@ -82,7 +82,7 @@ KEPT = ": storage.shard=fsdp keeps weights, gradients and moments in float32, an
         (
             "deepspeed",
             {"fp16": {"enabled": True, "initial_scale_power": 999}},
-            "fp16.initial_scale_power=999: expected at most 127, float32 has no larger power of two",
+            "fp16.initial_scale_power=999: expected at most 127, the largest power of two in float32",
         ),
         ("megatron", {"--bf16": True, "--adam-beta1": "x"}, "--adam-beta1=x: expected a number"),
         (
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_in_their_words(
             [
                 "fp8_config.fp8_format=E4M3: has no effect with backend=MSAMP",
                 "fp8_config.use_mxfp8_block_scaling=True: has no effect with backend=MSAMP",
-                "deepspeed_config.enable_msamp=True: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without",
+                "deepspeed_config.enable_msamp=True: under DeepSpeed MS-AMP stores E4M3 weights and FP16 masters at every level; without DeepSpeed, as here, O1 and O2 use scaled FP16",
             ],
         ),
         (
@@ -145,8 +145,8 @@ def test_what_cannot_be_is_refused_in_their_words(
             {"mixed_precision": "bf16", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}},
             {"opt_level": None, "backend": "auto", "storage.exp_avg": "fp32"},
             [
-                "fp8_config.backend=MSAMP: has no effect, nothing there turns FP8 on",
-                "fp8_config.opt_level=O2: has no effect, nothing there turns FP8 on",
+                "fp8_config.backend=MSAMP: has no effect, FP8 is off",
+                "fp8_config.opt_level=O2: has no effect, FP8 is off",
             ],
         ),
         ("deepspeed", {"bf16": {"enabled": "yes"}}, {"precision.compute": "bf16"}, []),
@@ -163,14 +163,14 @@ def test_what_cannot_be_is_refused_in_their_words(
                 "zero_optimization": {"stage": 3},
             },
             {"storage.shard": "fsdp", "storage.exp_avg": "bf16"},
-            ["zero_optimization.stage=3: weights are split by torch's FSDP2 here"],
+            ["zero_optimization.stage=3: imported as FSDP2 (storage.shard=fsdp)"],
         ),
         (
             "deepspeed",
             {**BF16, "communication_data_type": "fp16", "zero_optimization": {"stage": "3"}},
             {"storage.shard": "fsdp", "storage.comm": "fp32"},
             [
-                "zero_optimization.stage=3: weights are split by torch's FSDP2 here",
+                "zero_optimization.stage=3: imported as FSDP2 (storage.shard=fsdp)",
                 f"communication_data_type=fp16{KEPT}",
             ],
         ),
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_in_their_words(
             "deepspeed",
             {"fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 16}},
             {"precision.loss_scale": 128.0},
-            ["fp16.initial_scale_power=16: has no effect, the loss scale is 128 throughout"],
+            ["fp16.initial_scale_power=16: has no effect with the fixed loss scale 128"],
         ),
         (
             "megatron",
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused_in_their_words(
             },
             {"storage.shard": "none", "fp8.granularity": "row"},
             [
-                "enable_fsdp_float8_all_gather=True: has no effect under rowwise; of tensorwise alone"
+                "enable_fsdp_float8_all_gather=True: has no effect under rowwise, only under tensorwise"
             ],
         ),
         (
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused_in_their_words(
             {"converter": "mx", "recipe_name": "mxfp8_emulated", "filter_fqns": []},
             {"fp8.scaling": "mxfp8", "fp8.emulate": True},
             [
-                "fp8.output_layer=true: this one stays in high precision (out_features=272 is not a multiple of 32)"
+                "fp8.output_layer=true: has no effect, its layers stay in high precision (out_features=272 is not a multiple of 32)"
             ],
         ),
     ],
@@ -213,7 +213,7 @@ def test_what_is_left_out_is_said_and_the_rest_checks(
 ) -> None:
     found = interop.from_mapping(project, data, fp8cfg.compose())
     assert (
-        {k: table(found.recipe)[k] for k in ours} == ours
+        {k: effective_values(found.recipe)[k] for k in ours} == ours
         and [*found.lost] == lost
         and found.unknown == ()
     )
@@ -297,7 +297,7 @@ def test_ways_to_write_a_plugin(project: str, text: str, tmp_path: Path) -> None
 
 def test_calls_in_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "import", "accelerate", "--", "TERecipeKwargs(margin=1, margin=2)") == [
-        "margin: stands twice"
+        "margin: given twice"
     ]
     assert refused(capsys, "import", "te", "--", "DelayedScaling(margin=-1)") == [
         "margin=-1: must be at least 0"
@@ -329,5 +329,5 @@ def test_a_handler_alone_splits_no_weights() -> None:
     assert (
         found.recipe.storage == fp8cfg.Storage()
         and found.lost[-1]
-        == "enable_fsdp_float8_all_gather=True: has no effect without FSDP, which a handler does not say; here storage.shard=fsdp does"
+        == "enable_fsdp_float8_all_gather=True: has no effect without FSDP, which a handler does not set; set storage.shard=fsdp"
     )

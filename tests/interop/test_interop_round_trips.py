@@ -15,8 +15,8 @@ import fp8cfg
 from fp8cfg import interop
 from fp8cfg.backends.choice import Hardware, backend_violations
 from fp8cfg.composition.recipe_yaml import assigned, flat
-from fp8cfg.interop.projects import DOORS
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.projects import PROJECTS
+from fp8cfg.interop.translation import effective_values
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full
 from fp8cfg.schema.presets import choices, precision_preset
@@ -152,12 +152,12 @@ def lost_keys(lost: tuple[str, ...]) -> set[str]:
 
 def doubted(lost: tuple[str, ...]) -> set[str]:
     """Keys that are written, and that the other project is known not to carry out."""
-    return {line.partition("=")[0] for line in lost if ": is written, but " in line}
+    return {line.partition("=")[0] for line in lost if ": exported, but " in line}
 
 
 def changed(a: Recipe, b: Recipe, keys: list[str] = PRECISION) -> set[str]:
     """Short keys of what differs; `backend=auto` is whatever the other side takes, and null scales are what they come to."""
-    x, y = table(a), table(b)
+    x, y = effective_values(a), effective_values(b)
     shorts = {fp8cfg.schema.recipe.short(k) for k in keys}
     return {k for k in shorts if x[k] != y[k] and not (k == "backend" and x[k] == "auto")}
 
@@ -197,8 +197,8 @@ def test_what_a_project_can_say_survives(
     assert set_by_word
     for key in set_by_word:
         assert (
-            table(back.recipe)[fp8cfg.schema.recipe.short(key)]
-            == table(recipe)[fp8cfg.schema.recipe.short(key)]
+            effective_values(back.recipe)[fp8cfg.schema.recipe.short(key)]
+            == effective_values(recipe)[fp8cfg.schema.recipe.short(key)]
         ), key
     assert (
         not {fp8cfg.schema.recipe.short(k) for k in set_by_word} & lost_keys(lost) - doubted(lost)
@@ -270,7 +270,9 @@ def test_whatever_does_not_survive_is_listed(recipe: Recipe, project: str) -> No
         k for k in map(fp8cfg.schema.recipe.short, PRECISION) if flat(recipe)[full(k)] == "auto"
     }
     rescaled = {
-        k for k in follows if (table(recipe)[k], table(back.recipe)[k]) == ("fp8", "fp8_pow2")
+        k
+        for k in follows
+        if (effective_values(recipe)[k], effective_values(back.recipe)[k]) == ("fp8", "fp8_pow2")
     }  # MS-AMP's own
     assert changed(recipe, back.recipe) - (follows - rescaled) == {
         k for k in lost_keys(lost) - doubted(lost) if full(k).startswith(PLUGIN)
@@ -338,9 +340,9 @@ ANYTHING = st.recursive(
 @st.composite
 def nonsense(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A project, and anything at all for some of its keys and for others."""
-    project = draw(st.sampled_from(sorted(DOORS)))
-    dialect = DOORS[project].dialect
-    keys = sorted({e.theirs for e in dialect.entries} | {*dialect.spellings, *dialect.unsaid})
+    project = draw(st.sampled_from(sorted(PROJECTS)))
+    table = PROJECTS[project].key_table
+    keys = sorted({entry.key for entry in table.entries} | {*table.aliases, *table.unsupported})
     return project, draw(
         st.dictionaries(st.sampled_from(keys) | st.text(max_size=5), ANYTHING, max_size=5)
     )
@@ -367,7 +369,7 @@ def parsed(project: str, text: str) -> dict[str, Any]:
 
     import yaml
 
-    from fp8cfg.interop.transformer_engine import from_text
+    from fp8cfg.interop.transformer_engine import read_recipe_text
 
     if project == "megatron":
         words = shlex.split(text.partition("ARGS=(\n")[2].rpartition(")")[0])
@@ -379,7 +381,7 @@ def parsed(project: str, text: str) -> dict[str, Any]:
             if w.startswith("--")
         }
     if project == "te":
-        return from_text(text)
+        return read_recipe_text(text)
     data: dict[str, Any] = json.loads(text) if project == "deepspeed" else yaml.safe_load(text)
     return data["mixed_precision"] if project == "bridge" else data
 

@@ -50,13 +50,13 @@ def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         "fp8_param_gather=true",
     )
     assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == [
-        "no flag of Megatron-LM that is known here, such as --fp8-format hybrid"
+        "has no known flag of Megatron-LM, such as --fp8-format hybrid"
     ]
     assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == [
-        "Megatron-LM: bf16 and fp16 are both on; drop one"
+        "Megatron-LM: bf16 and fp16 are both on; remove one"
     ]
     assert refused(capsys, "import", "megatron", "--", "--fp8-format 'e4m3") == [
-        "not the text of a shell (no closing quotation)"
+        "not a valid shell script (no closing quotation)"
     ]
 
 
@@ -137,7 +137,7 @@ def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
     trainer = found.recipe.trainer
     assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
     assert found.lost[0].startswith(
-        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not given there; "
+        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not in the source; "
     )
     found.recipe.check()
     large = fp8cfg.compose(
@@ -167,9 +167,9 @@ def test_parallel_sizes_that_a_job_file_does_not_give_are_1(name: str, tmp_path:
 @pytest.mark.parametrize(
     ("trainer", "nodes", "devices", "line"),
     [
-        ("devices: 4", 4, 4, "trainer.num_nodes=4: not given there; "),
-        ("num_nodes: 4", 4, 4, "trainer.devices=4: not given there; "),
-        ("precision: bf16", 2, 8, "trainer.num_nodes=2 and trainer.devices=8: not given there; "),
+        ("devices: 4", 4, 4, "trainer.num_nodes=4: not in the source; "),
+        ("num_nodes: 4", 4, 4, "trainer.devices=4: not in the source; "),
+        ("precision: bf16", 2, 8, "trainer.num_nodes=2 and trainer.devices=8: not in the source; "),
     ],
 )
 def test_gpus_that_a_job_file_gives_stay(
@@ -189,7 +189,7 @@ def test_gpus_that_a_job_file_gives_stay(
     assert (found.recipe.trainer.num_nodes, found.recipe.trainer.devices) == (nodes, devices)
     assert found.lost[0].startswith(line)
     words = ["trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64"]
-    assert "not given there; tensor" not in said(capsys, "import", "nemo", str(file), *words)
+    assert "not in the source; tensor" not in said(capsys, "import", "nemo", str(file), *words)
 
 
 def test_too_few_gpus_of_a_job_file_are_refused(

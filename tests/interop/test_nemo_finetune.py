@@ -43,7 +43,7 @@ def test_what_is_not_here_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text(HEAD + 'recipe = llm.llama3_8b.finetune_recipe(peft_scheme="dora")\n')
     with pytest.raises(
         ConfigError,
-        match="peft_scheme=dora: not in this version; give the task as a word, task=lora or task=sft",
+        match="peft_scheme=dora: not supported; set task=lora or task=sft",
     ):
         from_file("nemo", file)
     file.write_text(

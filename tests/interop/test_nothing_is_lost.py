@@ -13,7 +13,7 @@ import yaml
 import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.translation import effective_values
 from tests.support.verbs import refused
 
 FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -110,7 +110,7 @@ BRIDGE: dict[str, Any] = {
 def test_a_run_config_of_bridge_is_a_whole_recipe(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(BRIDGE))
     found = interop.from_file("bridge", tmp_path / "run_config.yaml")
-    values = table(found.recipe)
+    values = effective_values(found.recipe)
     want = {
         "fp8.scaling": "current",
         "model.num_layers": 16,
@@ -164,12 +164,12 @@ def test_a_file_of_nemo_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file = tmp_path / "megatron_gpt_config.yaml"
     file.write_text(NEMO_1)
     assert refused(capsys, "import", "nemo", str(file)) == [
-        f"{file}: model.tensor_model_parallel_size=${{base_tp}}: interpolation is not accepted here;"
+        f"{file}: model.tensor_model_parallel_size=${{base_tp}}: interpolations are not supported here;"
         " write the value"
     ]
     file.write_text(NEMO_1.replace("${base_tp}", "2"))
     found = interop.from_file("nemo", file)
-    values = table(found.recipe)
+    values = effective_values(found.recipe)
     want = {
         "fp8.margin": 1,
         "fp8.format": "e4m3",
@@ -248,7 +248,7 @@ def test_a_recipe_function_of_bridge(tmp_path: Path) -> None:
     assert (found.recipe.name, found.recipe.trainer.max_steps) == ("llama32_1b", 10)
     assert found.recipe.fp8.scaling == "mxfp8"
     assert found.lost == (
-        "optim.warmup_steps=10: not given there; set to fit trainer.max_steps=10",
+        "optim.warmup_steps=10: not in the source; set to fit trainer.max_steps=10",
         "pretrain(cfg, forward_step): not read",
     )
 
@@ -263,7 +263,7 @@ def test_an_imported_gpt_3_is_named_after_its_shape(
     assert data["recipe"] == "gpt3_125m"
     recipe = composed(text, tmp_path)
     assert (recipe.name, recipe.model.vocab_size) == ("gpt3_125m", 50304)
-    assert "model.vocab_size=50304: not given there" in " ".join(text.split())
+    assert "model.vocab_size=50304: not in the source" in " ".join(text.split())
 
 
 def test_accelerates_parallelism_both_ways() -> None:
@@ -300,8 +300,8 @@ def test_what_deepspeed_leaves_to_the_trainer_is_named(tmp_path: Path) -> None:
     found = interop.from_file("deepspeed", tmp_path / "a.json")
     assert found.recipe.trainer.strategy.tensor_model_parallel_size == 2 and found.unknown == ()
     assert found.lost[:2] == (
-        "bf16.enabled, train_batch_size: auto, which the Trainer's arguments set; not read",
-        "precision.compute=bf16: not given there; pass precision.compute=fp16 or fp32",
+        "bf16.enabled, train_batch_size: not read, because auto means the Trainer's arguments",
+        "precision.compute=bf16: not in the source; set precision.compute=fp16 or fp32 for another dtype",
     )
 
 
@@ -312,19 +312,19 @@ def test_what_deepspeed_leaves_to_the_trainer_is_named(tmp_path: Path) -> None:
             "accelerate",
             "a.json",
             '{"zero_optimization": {"stage": 1}}',
-            "{}: is a configuration file of DeepSpeed; write: fp8cfg import deepspeed {}",
+            "{}: is a configuration file of DeepSpeed; run fp8cfg import deepspeed {}",
         ),
         (
             "nemo",
             "a.yaml",
             "base_model: x\nsequence_len: 10\n",
-            "{}: is a configuration file of axolotl, which is not imported; write its values as keys of a recipe (fp8cfg explain KEY)",
+            "{}: is a configuration file of axolotl, which cannot be imported; set the keys of a recipe instead (fp8cfg explain KEY)",
         ),
         (
             "megatron",
             "a.sh",
             "llamafactory-cli train a.yaml\n",
-            "{}: is a command of LLaMA-Factory, which is not imported; write its values as keys of a recipe (fp8cfg explain KEY)",
+            "{}: is a command of LLaMA-Factory, which cannot be imported; set the keys of a recipe instead (fp8cfg explain KEY)",
         ),
     ],
 )
@@ -347,7 +347,7 @@ def test_ms_swift_is_recognized_and_computes_in_bf16(tmp_path: Path) -> None:
     )
     found = interop.from_file("megatron", tmp_path / "a.sh")
     assert found.recipe.precision.compute == "bf16" and found.recipe.optim.lr == 1e-5
-    assert any(line.startswith("megatron sft: is ms-swift's") for line in found.lost)
+    assert any(line.startswith("megatron sft: ms-swift's command") for line in found.lost)
     assert "--model: not read" in found.lost
 
 
@@ -357,12 +357,14 @@ def test_python_with_several_models_or_an_unknown_one(tmp_path: Path) -> None:
         "def a():\n    return llm.llama3_8b.pretrain_recipe(num_nodes=2)\n\n"
         "def b():\n    return llm.starcoder_15b.pretrain_recipe(num_nodes=2, seq_length=64)\n"
     )
-    with pytest.raises(fp8cfg.ConfigError, match="has 2 models, llama3_8b, starcoder_15b; name"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match="has 2 models, llama3_8b, starcoder_15b; add the name"
+    ):
         interop.from_file("nemo", file)
     found = interop.from_file("nemo", tmp_path / "a.py:a")
     assert (found.recipe.trainer.num_nodes, found.lost) == (2, ())
     found = interop.from_file("nemo", tmp_path / "a.py:b")
     assert found.recipe.model.seq_length == 64
     assert found.lost[-1] == (
-        "starcoder_15b: no recipe of this model here; recipe=NAME gives its shape"
+        "starcoder_15b: fp8cfg has no recipe of this model; set recipe=NAME for another shape"
     )

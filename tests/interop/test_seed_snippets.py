@@ -93,7 +93,7 @@ def test_accelerate_in_python(name: str, tmp_path: Path) -> None:
     text, want = SCRIPTS[name]
     found = imported("accelerate", text, tmp_path)
     assert {key: mine for key, (mine, _) in found.recipe.diff(llama_tiny()).items()} == want
-    assert ("backend is not given" in str(found.lost)) == (
+    assert ("backend is missing" in str(found.lost)) == (
         name in ("the old handler, no backend", "an Accelerator alone")
     )
 
@@ -104,7 +104,7 @@ def test_accelerate_in_its_file(tmp_path: Path) -> None:
     ).recipe.precision == precision(["precision=bf16_fp8", "fp8.params=false"])
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fp8_config\.opt_level=O3: Accelerate has only O1 and O2; O3 is here: .* add opt_level=O3",
+        match=r"fp8_config\.opt_level=O3: Accelerate has only O1 and O2; remove it there, and set opt_level=O3",
     ):
         imported(
             "accelerate",
@@ -133,7 +133,7 @@ def test_nemos_recipe_is_changed_in_place(tmp_path: Path) -> None:
     recipe = llama3_8b()
     recipe.trainer.plugins = fp8cfg.fp16_mixed()
     assert found.recipe.precision == recipe.precision
-    assert found.lost == ("fp8_margin=1: has no effect, nothing there turns FP8 on",)
+    assert found.lost == ("fp8_margin=1: has no effect, FP8 is off",)
 
 
 def test_what_stands_beside_the_plugin_is_not_lost_without_a_word(tmp_path: Path) -> None:
@@ -147,7 +147,8 @@ def test_what_stands_beside_the_plugin_is_not_lost_without_a_word(tmp_path: Path
 def test_nemos_page_shows_two_precisions_and_a_function_names_one(tmp_path: Path) -> None:
     both = PLUGINS["bf16_mixed"] + PLUGINS["fp16_mixed"]
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"says 2 precisions, bf16_mixed, fp16_mixed; name the function"
+        fp8cfg.ConfigError,
+        match=r"has 2 precisions, bf16_mixed, fp16_mixed; add the name of a function",
     ):
         imported("nemo", both, tmp_path)
     (tmp_path / "two.py").write_text(
@@ -158,9 +159,9 @@ def test_nemos_page_shows_two_precisions_and_a_function_names_one(tmp_path: Path
     assert from_file("nemo", tmp_path / "two.py:one").recipe.precision == fp8cfg.bf16_mixed()
     found = from_file("nemo", tmp_path / "two.py:two").recipe.precision
     assert (found.fp8.enabled, found.fp8.margin, found.fp8.params) == (True, 2, True)
-    with pytest.raises(fp8cfg.ConfigError, match="three: no such function"):
+    with pytest.raises(fp8cfg.ConfigError, match="three: the file has no such function"):
         from_file("nemo", tmp_path / "two.py:three")
-    with pytest.raises(fp8cfg.ConfigError, match="says no precision, such as plugins="):
+    with pytest.raises(fp8cfg.ConfigError, match="has no precision, such as plugins="):
         imported("nemo", "import nemo_run as run\n", tmp_path)
 
 

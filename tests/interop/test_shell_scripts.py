@@ -10,15 +10,15 @@ from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.interop import shell_flags
 from fp8cfg.interop.megatron import MEGATRON, PRECISION_FLAGS
-from fp8cfg.interop.shell_script import commands
+from fp8cfg.interop.shell_script import parse_commands
 from fp8cfg.schema.errors import ConfigError
 
-IN_PLACE = "; write what it stands for"
+IN_PLACE = "; write its value instead"
 
 
 def conditional(flag: str, condition: int) -> str:
     return (
-        f"{flag}: depends on a condition (line {condition}); take it out of the condition, or pass the flags"
+        f"{flag}: depends on a condition (line {condition}); move it out of the condition, or pass the flags"
         f" directly: -- {flag} ..."
     )
 
@@ -180,7 +180,7 @@ def test_a_variable_that_no_precision_hangs_on_is_left_alone() -> None:
 
 def test_variables_that_double_with_each_line_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"not the text of a shell \(its variables expand to too much text\)"
+        ConfigError, match=r"not a valid shell script \(its variables expand to too much text\)"
     ):
         interop.from_words(
             "megatron", ["A=xx\n" + "A=$A$A\n" * 40 + "python pretrain.py --bf16 $A\n"]
@@ -204,12 +204,12 @@ def test_variables_that_double_with_each_line_are_refused() -> None:
     ],
 )
 def test_words_of_a_shell(text: str, words: list[str]) -> None:
-    assert [word.text for command in commands(text) for word in command.words] == words
+    assert [word.text for command in parse_commands(text) for word in command.words] == words
 
 
 @pytest.mark.parametrize("text", ["'", '"a', "$(a", "${a", "a=(b", "`a"])
 def test_text_of_no_shell(text: str) -> None:
-    with pytest.raises(ConfigError, match="not the text of a shell"):
+    with pytest.raises(ConfigError, match="not a valid shell script"):
         interop.from_words("megatron", [f"--bf16 {text}" if "=" not in text else text])
 
 
@@ -246,11 +246,13 @@ fi
 def test_a_command_after_another_one_is_certain() -> None:
     launch, *_ = (
         c
-        for c in commands("cd here && source x && torchrun a.py --bf16\n")
+        for c in parse_commands("cd here && source x && torchrun a.py --bf16\n")
         if c.words[0].text == "torchrun"
     )
     assert launch.condition == 0 and not any(word.condition for word in launch.words)
     (guarded,) = (
-        c for c in commands("[ $X ] && torchrun a.py --bf16\n") if c.words[0].text == "torchrun"
+        c
+        for c in parse_commands("[ $X ] && torchrun a.py --bf16\n")
+        if c.words[0].text == "torchrun"
     )
     assert guarded.condition == 1

@@ -10,7 +10,7 @@ import pytest
 import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.interop.translation import table
+from fp8cfg.interop.translation import effective_values
 from fp8cfg.recipes import llama_8b
 from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused
@@ -93,7 +93,7 @@ ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8
                 "fp8.override_linear_precision.wgrad": True,
                 "precision.compute": "fp32",
             },
-            ("LoRAConverter: has no counterpart here",),
+            ("LoRAConverter: has no equivalent here",),
         ),
         (
             "container",
@@ -122,7 +122,7 @@ ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8
                 "storage.comm": "fp32",
             },
             (
-                "filter_fqns=attention.wk: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",
+                "filter_fqns=attention.wk: is not a separate layer here; see fp8cfg plan for the layers and set fp8.exclude",
             ),
         ),
         ("mx_old", {"fp8.scaling": "mxfp8", "fp8.output_layer": False}, ()),
@@ -134,7 +134,9 @@ ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8
                 "fp8.output_layer": False,
                 "fp8.exclude": ("*.linear_qkv", "*.linear_proj"),
             },
-            ("fqns=router: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",),
+            (
+                "fqns=router: is not a separate layer here; see fp8cfg plan for the layers and set fp8.exclude",
+            ),
         ),
     ],
 )
@@ -143,7 +145,7 @@ def test_a_function_of_a_registry(
 ) -> None:
     (tmp_path / "config_registry.py").write_text(REGISTRY)
     found = interop.from_file("torchtitan", tmp_path / f"config_registry.py:{name}")
-    assert {k: table(found.recipe)[k] for k in ours} == ours
+    assert {k: effective_values(found.recipe)[k] for k in ours} == ours
     read = tuple(line for line in found.lost if not line.endswith(": not read"))
     assert (read, found.unknown) == (lost, ())
 
@@ -154,32 +156,32 @@ REFUSED = {
     ONE.format("recipe_name=RECIPE"): "line 2: recipe_name: expected a literal, not RECIPE",
     ONE.format(
         "**KWARGS"
-    ): "line 2: Float8LinearConverter.Config(**KWARGS): not read; write its fields out",
+    ): "line 2: Float8LinearConverter.Config(**KWARGS): not read; write the fields",
     ONE.format("filter_fqn=['output']"): "",
     ONE.replace(
         "[Float8LinearConverter.Config({})]", "CONVERTERS"
     ): "line 2: converters: expected a list, not CONVERTERS",
     ONE.replace(
         "Float8LinearConverter.Config({})", "NVFP4LinearConverter.Config()"
-    ): "NVFP4LinearConverter: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's",
+    ): "NVFP4LinearConverter: torchao's NVFP4 has no equivalent; for Transformer Engine's set precision=bf16_nvfp4",
     ONE.replace(
         "({})]", "(), MXFP8LinearConverter.Config()]"
-    ): "converters: float8 and mx are both on; drop one",
+    ): "converters: float8 and mx are both on; remove one",
     "from x import base\ndef a() -> Trainer.Config:\n    c = base()\n    c.model_spec = 1\n    return c\n": [
-        "line 4: c: what it is is not in this file",
-        "line 5: c: not read; expected a configuration of this file",
+        "line 4: c: is not defined in this file",
+        "line 5: c: not read; return a configuration of this file",
     ],
-    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n": "line 3: if X: what stands below is not decided here; write it without",
-    "def a() -> Trainer.Config:\n    return Trainer.Config(**K)\n": "line 2: **K: not read; write its fields out",
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n": "line 3: if X: is not evaluated; write the fields without it",
+    "def a() -> Trainer.Config:\n    return Trainer.Config(**K)\n": "line 2: **K: not read; write the fields",
     ONE.replace(
         "model_spec=", "model_convertors="
-    ): "line 2: model_convertors: no field of a configuration that is read; did you mean 'model_converters'?",
+    ): "line 2: model_convertors: no known field of a configuration; did you mean 'model_converters'?",
     ONE.replace(
         "model_spec=", "seed=1, quantization="
-    ): "line 2: quantization: no field of a configuration that is read",
-    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    c.extras = [MXFP8Converter.Config()]\n    return c\n": "line 3: extras: no field of a configuration that is read",
-    "x = 1\n": "no configuration of torchtitan's, which is a Trainer.Config(...)",
-    "x = = 1\n": "line 1: not Python",
+    ): "line 2: quantization: no known field of a configuration",
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    c.extras = [MXFP8Converter.Config()]\n    return c\n": "line 3: extras: no known field of a configuration",
+    "x = 1\n": "has no configuration of torchtitan, such as Trainer.Config(...)",
+    "x = = 1\n": "line 1: not valid Python (invalid syntax)",
 }
 
 
@@ -204,7 +206,9 @@ def test_a_misspelled_field_and_function_are_answered_with_the_nearest(tmp_path:
         match=r"a.py: filter_fqn: no such key of torchtitan; did you mean 'filter_fqns'\?",
     ):
         interop.from_file("torchtitan", file)
-    with pytest.raises(ConfigError, match="aa: no such configuration in it; did you mean 'a'"):
+    with pytest.raises(
+        ConfigError, match="aa: the file has no such configuration; did you mean 'a'"
+    ):
         interop.from_file("torchtitan", tmp_path / "a.py:aa")
 
 
@@ -236,7 +240,7 @@ def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
     file.write_text("x = 1\n")
     with pytest.raises(
         ConfigError,
-        match=r"a.py: is Python, which DeepSpeed is not read from; expected YAML or JSON",
+        match=r"a.py: is a Python file; DeepSpeed is imported from YAML or JSON",
     ):
         interop.from_file("deepspeed", file)
 
@@ -267,17 +271,17 @@ def test_torchtitan_has_python_configs_only(
     file = tmp_path / "llama3_8b.toml"
     file.write_text('[model]\nconverters = ["float8"]\n')
     python = (
-        "torchtitan has Python configs since February 2026; write: fp8cfg import torchtitan"
+        "torchtitan has Python configurations since February 2026; run fp8cfg import torchtitan"
         " config_registry.py:NAME"
     )
     assert refused(capsys, "import", "torchtitan", str(file)) == [f"{file}: {python}"]
     assert refused(capsys, "import", "torchtitan", "--", "float8.recipe_name=rowwise") == [python]
     line = (
-        "export torchtitan: its configs are Python that builds a model; pass a converter such as"
+        "export torchtitan: its configurations are Python that builds a model; pass a converter such as"
         " Float8LinearConverter.Config(...) to its model_registry"
     )
     assert refused(capsys, "export", "torchtitan", "precision=bf16_fp8_current") == [line]
-    with pytest.raises(ConfigError, match="export torchtitan: its configs are Python"):
+    with pytest.raises(ConfigError, match="export torchtitan: its configurations are Python"):
         interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16_fp8_current"]))
 
 
@@ -287,6 +291,7 @@ def test_a_warmup_longer_than_the_steps_is_fitted(tmp_path: Path) -> None:
     found = interop.from_file("torchtitan", file, llama_8b())
     assert found.recipe.optim.warmup_steps == found.recipe.trainer.max_steps == 1000
     assert (
-        "optim.warmup_steps=1000: not given there; set to fit trainer.max_steps=1000" in found.lost
+        "optim.warmup_steps=1000: not in the source; set to fit trainer.max_steps=1000"
+        in found.lost
     )
     found.recipe.check()

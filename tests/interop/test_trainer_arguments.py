@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fp8cfg
-from fp8cfg.interop.hf_trainer import settle
+from fp8cfg.interop.hf_trainer import adapt_arguments
 from tests.support.small import small
 
 WORDS = (
@@ -71,65 +71,65 @@ def job(*words: str) -> fp8cfg.Job:
         (
             {"learning_rate": 1e-2},
             (),
-            "TrainingArguments.learning_rate=0.01: the optimizer and the schedule are the job's, with optim.lr=0.003; drop it, or "
-            "write optim.lr in the recipe",
+            "TrainingArguments.learning_rate=0.01: the job's optimizer and schedule have optim.lr=0.003; remove it or "
+            "set optim.lr in the recipe",
         ),
         (
             {"warmup_steps": 2},
             (),
-            "TrainingArguments.warmup_steps=2: the optimizer and the schedule are the job's, with optim.warmup_steps=1; drop it, or "
-            "write optim.warmup_steps in the recipe",
+            "TrainingArguments.warmup_steps=2: the job's optimizer and schedule have optim.warmup_steps=1; remove it or "
+            "set optim.warmup_steps in the recipe",
         ),
         (
             {"lr_scheduler_type": "constant"},
             (),
-            "TrainingArguments.lr_scheduler_type=constant: the optimizer and the schedule are the job's, with "
-            "optim.lr_decay_style=cosine; drop it, or write optim.lr_decay_style in the recipe",
+            "TrainingArguments.lr_scheduler_type=constant: the job's optimizer and schedule have "
+            "optim.lr_decay_style=cosine; remove it or set optim.lr_decay_style in the recipe",
         ),
         (
             {"optim": "adafactor"},
             (),
-            "TrainingArguments.optim=adafactor: the optimizer and the schedule are the job's, with optim.name=adamw; drop it, or "
-            "write optim.name in the recipe",
+            "TrainingArguments.optim=adafactor: the job's optimizer and schedule have optim.name=adamw; remove it or "
+            "set optim.name in the recipe",
         ),
         (
             {"adam_beta2": 0.98},
             (),
-            "TrainingArguments.adam_beta2=0.98: the optimizer and the schedule are the job's, with optim.betas[1]=0.95; drop it, "
-            "or write optim.betas in the recipe",
+            "TrainingArguments.adam_beta2=0.98: the job's optimizer and schedule have optim.betas[1]=0.95; remove it "
+            "or set optim.betas in the recipe",
         ),
         (
             {"weight_decay": 0.3},
             (),
-            "TrainingArguments.weight_decay=0.3: the optimizer and the schedule are the job's, with optim.weight_decay=0.1; drop "
-            "it, or write optim.weight_decay in the recipe",
+            "TrainingArguments.weight_decay=0.3: the job's optimizer and schedule have optim.weight_decay=0.1; remove "
+            "it or set optim.weight_decay in the recipe",
         ),
         (
             {"max_grad_norm": 0.5},
             (),
-            "TrainingArguments.max_grad_norm=0.5: the job's optimizer clips, with trainer.gradient_clip_val=1; write max_grad_norm=0",
+            "TrainingArguments.max_grad_norm=0.5: the job's optimizer clips gradients already (trainer.gradient_clip_val=1); set max_grad_norm=0",
         ),
         (
             {"bf16": True},
             ("precision=fp32",),
-            "TrainingArguments.bf16=True: precision is the job's, with precision.compute=fp32; write bf16=False",
+            "TrainingArguments.bf16=True: the job sets the precision, precision.compute=fp32; set bf16=False",
         ),
         (
             {"bf16": True},
             ("precision=fp16_fp8",),
-            "TrainingArguments.bf16=True: precision is the job's, with precision.compute=fp16; write bf16=False",
+            "TrainingArguments.bf16=True: the job sets the precision, precision.compute=fp16; set bf16=False",
         ),
         (
             {"bf16_full_eval": True},
             (),
-            "TrainingArguments.bf16_full_eval=True: precision is the job's, with precision.compute=bf16; write bf16_full_eval=False",
+            "TrainingArguments.bf16_full_eval=True: the job sets the precision, precision.compute=bf16; set bf16_full_eval=False",
         ),
         ({"bf16": True}, (), None),
         ({"bf16": True}, ("precision=bf16_mixed",), None),
         (
             {"max_steps": 9},
             (),
-            "TrainingArguments.max_steps=9: the recipe's cosine schedule ends at trainer.max_steps=2; write trainer.max_steps=9, or "
+            "TrainingArguments.max_steps=9: the recipe's cosine schedule ends at trainer.max_steps=2; set trainer.max_steps=9 or "
             "optim.lr_decay_style=constant",
         ),
         (
@@ -164,14 +164,14 @@ def test_what_the_recipe_contradicts_is_refused_by_both_names(
     caplog.clear()
     if line:
         with pytest.raises(fp8cfg.ConfigError) as refused:
-            settle(recipe, args, args.max_steps, clipped=False)
+            adapt_arguments(recipe, args, args.max_steps, is_clipped=False)
         assert refused.value.problems == [line] and not caplog.messages
     else:
-        settle(recipe, args, args.max_steps, clipped=False)
+        adapt_arguments(recipe, args, args.max_steps, is_clipped=False)
         assert (
             args.max_grad_norm == 0
             and len(caplog.messages) == 1
-            and "are the recipe's; steps, batches of 2 x 1, data" in caplog.messages[0]
+            and "TrainingArguments set steps, batches of 2 x 1, data" in caplog.messages[0]
         )
 
 
@@ -194,9 +194,9 @@ def test_what_is_clipped_already(
             fp8cfg.ConfigError,
             match=f"TrainingArguments.max_grad_norm={norm:g}: the job's optimizer clips",
         ):
-            settle(recipe, args, 2, clipped=True)
+            adapt_arguments(recipe, args, 2, is_clipped=True)
     else:
-        settle(recipe, args, 2, clipped=True)
+        adapt_arguments(recipe, args, 2, is_clipped=True)
 
 
 def test_a_trainer_with_the_callback_and_one_without_it(
@@ -239,7 +239,7 @@ def test_a_trainer_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match="Trainer: trains with its own optimizer, not the job's; write ",
+        match="Trainer: does not use the job's optimizer; pass ",
     ):
         run.train()
 

@@ -23,7 +23,7 @@ NAME, ROW, TRAINING = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 CONSOLE = re.findall(r"^\$ fp8cfg (.*)\nerror: (.*)$", PAGE, re.MULTILINE)
 LAYOUT = """
 import fp8cfg
-from fp8cfg.interop.projects import DOORS, to_text
+from fp8cfg.interop.projects import PROJECTS, to_text
 
 def planned(scaling, gpu, *words):
     recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8_block", "fp8.format=e4m3", f"fp8.scaling={scaling}", *words])
@@ -39,8 +39,8 @@ for gpu in (None, "h100"):
 words = ["recipe=llama_tiny", "precision=bf16_fp8_block", "fp8.scaling=block_copy"]
 recipe = fp8cfg.compose(words)
 assert fp8cfg.from_yaml(fp8cfg.to_yaml(recipe)) == recipe
-for project, door in DOORS.items():
-    if door.write is None:  # torchtitan
+for project, door in PROJECTS.items():
+    if door.write_text is None:  # torchtitan
         continue
     try:
         to_text(project, recipe)
