@@ -109,7 +109,7 @@ def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Cal
             {"params": named[len(linear) :], "columns": named_columns(**apart)},
         ]
         optimizer = LowBitAdamW(
-            [group for group in groups if group["params"]], held=held, compiled=not eager
+            [group for group in groups if group["params"]], encoded_weights=held, compiled=not eager
         )
     grads = [p.grad for p in params.values()]
     for _ in range(3):

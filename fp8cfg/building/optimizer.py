@@ -165,7 +165,7 @@ def _low_bit_adam(
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
-        held=encoded_weights,
+        encoded_weights=encoded_weights,
         writers=writers,
         owned=zero.partition_state(prepared, precision),
         seed=seed,

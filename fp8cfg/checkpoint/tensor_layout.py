@@ -23,7 +23,7 @@ from fp8cfg.numerics import FP8Linear
 from fp8cfg.numerics.codecs import BLOCK
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
-from fp8cfg.optim.low_bit.columns import fits, local
+from fp8cfg.optim.low_bit.columns import has_whole_blocks, local
 from fp8cfg.parallel.process_group import World, data_parallel_world
 from fp8cfg.parallel.sharded_state import as_dtensor
 from fp8cfg.parallel.sharding import balance_over_ranks
@@ -414,7 +414,7 @@ def split_scales(
     if not hasattr(parameter, "placements"):
         return shard, None
     mesh = parameter.device_mesh
-    if not fits(parameter.shape, mesh.size(mesh.ndim - 1), BLOCK):
+    if not has_whole_blocks(parameter.shape, mesh.size(mesh.ndim - 1), BLOCK):
         return None, None
     return shard, parameter
 

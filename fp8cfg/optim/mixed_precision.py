@@ -27,10 +27,10 @@ from fp8cfg.optim.state_dict import (
     NamedOptimizer,
     collect_json,
     collect_tensors,
+    entry_after,
     from_low_bit,
     hyperparameters,
     restore,
-    stepped,
 )
 
 
@@ -51,45 +51,39 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def make_masters(
-    names: Mapping[nn.Parameter, str], given: Mapping[nn.Parameter, Tensor]
+    names: Mapping[nn.Parameter, str], prepared: Mapping[nn.Parameter, Tensor]
 ) -> dict[nn.Parameter, Tensor]:
     """Returns a float32 master for each parameter.
 
     Args:
         names: Names of the parameters.
-        given: Masters from before rounding, by parameter. Without one, a float32 parameter is its
-            own master, and fp16 and bf16 parameters are copied.
+        prepared: Masters from before rounding, by parameter. Without one, a float32 parameter is
+            its own master, and fp16 and bf16 parameters are copied.
 
     Raises:
-        ValueError: A given master has another shape or dtype or no parameter. Or an 8-bit parameter
-            has none: it cannot be decoded without its scale.
+        ValueError: A prepared master has another shape or dtype or no parameter. Or an 8-bit
+            parameter has none: it cannot be decoded without its scale.
     """
-    if given.keys() - names.keys():
-        raise ValueError(
-            f"masters for {len(given.keys() - names.keys())} parameters that are not optimized"
-        )
-    return {
-        p: _checked(name, p, given[p]) if p in given else _own(name, p) for p, name in names.items()
-    }
-
-
-def _checked(name: str, parameter: nn.Parameter, master: Tensor) -> Tensor:
-    """Returns a given master. Raises ValueError for a wrong shape or dtype."""
-    if master.dtype != torch.float32 or master.shape != parameter.shape:
-        raise ValueError(
-            f"the master of {name} must be float32 {list(parameter.shape)}, not {master.dtype}"
-            f" {list(master.shape)}"
-        )
-    return master.detach()
-
-
-def _own(name: str, parameter: nn.Parameter) -> Tensor:
-    """Returns a parameter as its own master, or a float32 copy."""
-    if parameter.dtype == torch.float32:
-        return parameter
-    if parameter.dtype in (torch.bfloat16, torch.float16):
-        return parameter.detach().float()
-    raise ValueError(f"{name} is {parameter.dtype}: its float32 master must be given")
+    num_unknown = len(prepared.keys() - names.keys())
+    if num_unknown:
+        raise ValueError(f"masters for {num_unknown} parameters that are not optimized")
+    masters: dict[nn.Parameter, Tensor] = {}
+    for parameter, name in names.items():
+        if parameter in prepared:
+            master = prepared[parameter]
+            if master.dtype != torch.float32 or master.shape != parameter.shape:
+                raise ValueError(
+                    f"the master of {name} must be float32 {list(parameter.shape)}, not"
+                    f" {master.dtype} {list(master.shape)}"
+                )
+            masters[parameter] = master.detach()
+        elif parameter.dtype == torch.float32:
+            masters[parameter] = parameter
+        elif parameter.dtype in (torch.bfloat16, torch.float16):
+            masters[parameter] = parameter.detach().float()
+        else:
+            raise ValueError(f"{name} is {parameter.dtype}: its float32 master must be given")
+    return masters
 
 
 class WriteGuard:
@@ -106,7 +100,8 @@ class WriteGuard:
     def __init__(
         self, names: Mapping[nn.Parameter, str], since: str, params: Iterable[nn.Parameter] = ()
     ) -> None:
-        self._names, self._since = names, since
+        self._names = names
+        self._since = since
         self._versions = {p: p._version for p in params}
 
     def watch(self, p: nn.Parameter) -> None:
@@ -146,7 +141,9 @@ class SGD(torch.optim.SGD):
             params = [p for p in group["params"] if p.grad is not None]
             # torch allocates momentum buffers in the first step. If found_inf skips that step, they
             # stay uninitialized. Zeros give the same first step.
-            momenta = [self._momentum(p) for p in params] if group["momentum"] else []
+            momenta = []
+            if group["momentum"]:
+                momenta = [self._momentum(p) for p in params]
             sgd(
                 [local(p) for p in params],
                 [local(p.grad) for p in params],
@@ -166,8 +163,8 @@ class SGD(torch.optim.SGD):
         state = self.state[p]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        made: Tensor = state["momentum_buffer"]
-        return made
+        momentum: Tensor = state["momentum_buffer"]
+        return momentum
 
 
 Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
@@ -219,17 +216,15 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if len(set(self.names.values())) < len(self.names):
             raise ValueError("two parameters have one name, and state is kept by name")
         self._owned = owned
-        mine = {p: name for p, name in self.names.items() if self.owns(p)}
-        self.writers = {
-            p: write for p, write in (writers or {}).items() if p in mine or p not in self.names
-        }
-        given = {
-            p: master for p, master in (masters or {}).items() if p in mine or p not in self.names
-        }
-        self.masters = make_masters(mine, given)
+        owned_names = {p: name for p, name in self.names.items() if self.owns(p)}
+        # Drops only what belongs to other ranks. Unknown parameters are errors below.
+        others = self.names.keys() - owned_names.keys()
+        self.writers = {p: write for p, write in (writers or {}).items() if p not in others}
+        prepared = {p: master for p, master in (masters or {}).items() if p not in others}
+        self.masters = make_masters(owned_names, prepared)
         # Parameters with a separate master, which is written back after each step.
-        self._narrow = {p: master for p, master in self.masters.items() if master is not p}
-        if self.writers.keys() - self._narrow.keys():
+        self._separate = {p: master for p, master in self.masters.items() if master is not p}
+        if self.writers.keys() - self._separate.keys():
             raise ValueError("writers are for optimized parameters that have a master of their own")
         self.inner = inner([self._inner_group(group) for group in self.param_groups])
         self.defaults = self.inner.defaults
@@ -245,11 +240,12 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
         self.counts = dict.fromkeys(self.names, 0)
-        self._elsewhere: set[nn.Parameter] = set()
-        self._written = WriteGuard(self.names, "their masters were made", self._narrow)
+        # Parameters of other ranks that had a gradient. See `drop_others`.
+        self._dropped: set[nn.Parameter] = set()
+        self._written = WriteGuard(self.names, "their masters were made", self._separate)
 
     def owns(self, p: nn.Parameter) -> bool:
-        """Whether this rank keeps the state of `p` and steps it."""
+        """Returns whether this rank keeps the state of `p` and steps it."""
         return self._owned is None or self.names[p] in self._owned
 
     def drop_others(self) -> None:
@@ -258,7 +254,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             if p.grad is not None and not self.owns(p):
                 p.grad = None
                 # Step counts must stay equal on all ranks, so the step counts these parameters too.
-                self._elsewhere.add(p)
+                self._dropped.add(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -278,39 +274,38 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
         self._written.check()
         norm = self._prepare_gradients()
-        finite = self._decide(norm)
-        if finite:
+        is_finite = self._decide(norm)
+        if is_finite:
             if self.clip_grad > 0.0:
-                clip_grads_with_norm_(
-                    [master for master in self.masters.values() if master.grad is not None],
-                    self.clip_grad,
-                    norm,
-                )
+                masters = [master for master in self.masters.values() if master.grad is not None]
+                clip_grads_with_norm_(masters, self.clip_grad, norm)
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(hyperparameters(group))
             self.count(1)
             self._step_inner()
-        for hook in self.on_step if finite else self.on_skip:
+        for hook in self.on_step if is_finite else self.on_skip:
             hook()
-        for master in self._narrow.values():
+        for master in self._separate.values():
             master.grad = None  # frees memory that write_parameters may need
-        if finite:
+        if is_finite:
             self.write_parameters()
-        self._elsewhere.clear()
-        return finite
+        self._dropped.clear()
+        return is_finite
 
     def _decide(self, norm: Tensor) -> bool:
-        """Whether to make this step. True if the device decides."""
+        """Returns whether to make this step. True if the device decides."""
         if self.deferred is not None:
-            self.deferred.decide(
-                norm, [p for p in self.names if p.grad is not None or p in self._elsewhere]
-            )
+            self.deferred.decide(norm, self._parameters_with_gradient())
             return True
         self.grad_norm = norm.item()
-        finite = math.isfinite(self.grad_norm)
+        is_finite = math.isfinite(self.grad_norm)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(found_inf=not finite)
-        return finite
+            self.loss_scaler.update(found_inf=not is_finite)
+        return is_finite
+
+    def _parameters_with_gradient(self) -> list[nn.Parameter]:
+        """Returns the parameters with a gradient on this rank or, under ZeRO, on their owner."""
+        return [p for p in self.names if p.grad is not None or p in self._dropped]
 
     def _step_inner(self) -> None:
         """Steps the inner optimizer. A deferred step does nothing if `skip` is true."""
@@ -328,10 +323,10 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             stepped: Parameters of the step. Defaults to all parameters with a gradient.
         """
         self.steps += by
-        for p in self.names if stepped is None else stepped:
-            self.counts[p] += by * (
-                stepped is not None or p.grad is not None or p in self._elsewhere
-            )
+        if stepped is None:
+            stepped = self._parameters_with_gradient()
+        for p in stepped:
+            self.counts[p] += by
             if by < 0 and not self.counts[p] and p in self.masters:
                 # A first step that the device skipped has created moments all the same.
                 self.inner.state.pop(self.masters[p], None)
@@ -350,15 +345,15 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         The learning rate belongs to the schedule.
         """
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        found = collect_json(self.names, self.masters, self.inner)
+        json = collect_json(self.names, self.masters, self.inner)
         # With ZeRO the JSON covers parameters of other ranks too, so that it is equal on all ranks.
-        others = {
-            self.names[p]: stepped(self.inner, count)
-            for p, count in self.counts.items()
-            if not self.owns(p)
-        }
-        found["state"] = {name: {**found["state"], **others}[name] for name in self.names.values()}
-        return {**found, "steps": self.steps, "loss_scale": scale}
+        entries = {}
+        for p, name in self.names.items():
+            if self.owns(p):
+                entries[name] = json["state"][name]
+            else:
+                entries[name] = entry_after(self.inner, self.counts[p])
+        return {**json, "state": entries, "steps": self.steps, "loss_scale": scale}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -385,55 +380,50 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
-        entries = {p: json["state"][name] for p, name in self.names.items()}
-        # SGD has no step count. A momentum buffer shows that a parameter was stepped.
-        self.counts = {
-            p: int(entry.get("step", bool(entry["tensors"]))) for p, entry in entries.items()
-        }
+        for p, name in self.names.items():
+            entry = json["state"][name]
+            # SGD has no step count. A momentum buffer shows that a parameter was stepped.
+            self.counts[p] = int(entry.get("step", bool(entry["tensors"])))
         self.steps = int(json["steps"])
         self._written.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter group with the masters of this rank."""
-        return {
-            **hyperparameters(group),
-            "params": [self.masters[p] for p in group["params"] if p in self.masters],
-        }
+        masters = [self.masters[p] for p in group["params"] if p in self.masters]
+        return {**hyperparameters(group), "params": masters}
 
     def _prepare_gradients(self) -> Tensor:
         """Gives every master its unscaled float32 gradient, and returns their norm."""
-        every = {
-            p: p.grad if p.grad.dtype == torch.float32 else p.grad.float()
-            for p in self.names
-            if p.grad is not None
-        }
-        for p, master in self._narrow.items():
-            master.grad = every.get(p)
-        if self.loss_scaler is not None and every:
-            torch._foreach_mul_(
-                [local(gradient) for gradient in every.values()], 1.0 / self.loss_scaler.scale
-            )
-        return self.norm_over_ranks(partial(self._norm_of, every))
+        # float() returns the same tensor if it is float32 already.
+        gradients = {p: p.grad.float() for p in self.names if p.grad is not None}
+        for p, master in self._separate.items():
+            master.grad = gradients.get(p)
+        if self.loss_scaler is not None and gradients:
+            shards = [local(gradient) for gradient in gradients.values()]
+            torch._foreach_mul_(shards, 1.0 / self.loss_scaler.scale)
+        return self.norm_over_ranks(partial(self._total_norm, gradients))
 
-    def _norm_of(
-        self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
+    def _total_norm(
+        self, gradients: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
     ) -> Tensor:
         """Returns the norm of the gradients of `params`, float32 []."""
         if self.sum_norms is None:
-            norm = get_total_norm([every[p] for p in params if p in every])
+            norm = get_total_norm([gradients[p] for p in params if p in gradients])
             # With FSDP2 the norm is a DTensor. full_tensor() reduces it over the ranks.
             return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         device = next(iter(self.names)).device
         # ZeRO-2: each rank has some gradients. Zeros keep the order of norms equal on all ranks.
-        none = torch.zeros((), dtype=torch.float32, device=device)
-        each = [torch.linalg.vector_norm(every[p]) if p in every else none for p in params]
-        total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(each)))
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        norms = []
+        for p in params:
+            norms.append(torch.linalg.vector_norm(gradients[p]) if p in gradients else zero)
+        total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(norms)))
         return total
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Writes every master into its parameter, then calls `on_written`."""
-        plain = {p: master for p, master in self._narrow.items() if p not in self.writers}
+        plain = {p: master for p, master in self._separate.items() if p not in self.writers}
         if plain:
             torch._foreach_copy_([*plain], [*plain.values()])
         for p, write in self.writers.items():

@@ -20,11 +20,11 @@ def collect_tensors(
     names: Names, masters: Masters, inner: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """Returns masters and moments by names such as `<parameter>.master`. No copies."""
-    found = _separate_masters(names, masters)
+    tensors = _separate_masters(names, masters)
     for p, master in masters.items():
         for key in _tensor_keys(inner, master):
-            found[f"{names[p]}.{key}"] = inner.state[master][key]
-    return found
+            tensors[f"{names[p]}.{key}"] = inner.state[master][key]
+    return tensors
 
 
 def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -> dict[str, Any]:
@@ -60,30 +60,29 @@ def restore(
         raise ValueError(
             f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
         )
-    named = {names[p]: master for p, master in masters.items()}
+    master_of = {names[p]: master for p, master in masters.items()}
     check_names("parameters", json["state"].keys(), set(names.values()))
-    saved = {name: entry for name, entry in json["state"].items() if name in named}
-    elsewhere = {f"{name}." for name in json["state"].keys() - named.keys()}
-    tensors = {
-        k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)
-    }
+    # With ZeRO a checkpoint has the state of all ranks. Drop the state of other ranks.
+    other_prefixes = tuple(f"{name}." for name in json["state"].keys() - master_of.keys())
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(other_prefixes)}
     # Everything is checked before the first copy, so that an error leaves the optimizer unchanged.
-    separate = _separate_masters(names, masters)
-    moments = {
-        f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]
-    }
-    check_tensors(tensors, {**separate, **moments})
+    separate_masters = _separate_masters(names, masters)
+    expected = dict(separate_masters)
+    for name, master in master_of.items():
+        for key in json["state"][name]["tensors"]:
+            expected[f"{name}.{key}"] = master  # moments have the shape and dtype of the master
+    check_tensors(tensors, expected)
 
-    for name, master in separate.items():
+    for name, master in separate_masters.items():
         master.copy_(tensors[name])
     inner.state.clear()
-    for name, master in named.items():
-        state = {
-            key: tensors[f"{name}.{key}"].to(master.device, copy=True)
-            for key in saved[name]["tensors"]
-        }
-        if "step" in saved[name]:
-            state["step"] = _step_tensor(inner, master, saved[name]["step"])
+    for name, master in master_of.items():
+        entry = json["state"][name]
+        state = {}
+        for key in entry["tensors"]:
+            state[key] = tensors[f"{name}.{key}"].to(master.device, copy=True)
+        if "step" in entry:
+            state["step"] = _step_tensor(inner, master, entry["step"])
         if state:
             inner.state[master] = state
 
@@ -91,17 +90,20 @@ def restore(
 def moments(inner: torch.optim.Optimizer) -> list[str]:
     """Returns the names of the moments of torch's SGD, Adam or AdamW."""
     if isinstance(inner, torch.optim.SGD):
-        return ["momentum_buffer"] if inner.defaults["momentum"] else []
+        if inner.defaults["momentum"] == 0:
+            return []
+        return ["momentum_buffer"]
     return ["exp_avg", "exp_avg_sq"]
 
 
-def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
+def entry_after(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
     """Returns the entry of `collect_json` for a parameter after `count` steps, on any rank."""
     if not count:
         return {"tensors": []}
-    return {"tensors": moments(inner)} | (
-        {} if isinstance(inner, torch.optim.SGD) else {"step": count}
-    )
+    entry: dict[str, Any] = {"tensors": moments(inner)}
+    if not isinstance(inner, torch.optim.SGD):  # torch's SGD counts no steps
+        entry["step"] = count
+    return entry
 
 
 def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,17 +111,18 @@ def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Their tensors are the same. Older versions used it for ZeRO. Other JSON is returned unchanged.
     """
-    name = str(json.get("optimizer", "")).removeprefix("LowBitTraining")
-    state = json.get("state", {})
-    if name == json.get("optimizer") or any(
-        set(entry["codecs"].values()) - {"fp32"} for entry in state.values()
-    ):
+    prefix = "LowBitTraining"
+    optimizer = str(json.get("optimizer", ""))
+    if not optimizer.startswith(prefix):
         return json
-    entries = {
-        k: {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]}
-        for k, entry in state.items()
-    }
-    return {**{k: v for k, v in json.items() if k != "seed"}, "optimizer": name, "state": entries}
+    entries = {}
+    for name, entry in json.get("state", {}).items():
+        if set(entry["codecs"].values()) - {"fp32"}:
+            return json
+        entries[name] = {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]}
+    converted = {**json, "optimizer": optimizer.removeprefix(prefix), "state": entries}
+    converted.pop("seed", None)
+    return converted
 
 
 def _separate_masters(names: Names, masters: Masters) -> dict[str, Tensor]:
@@ -137,25 +140,27 @@ def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Ten
     """Returns a step count as the inner optimizer stores it."""
     # Fused and capturable kernels read the count on the device. Others keep it on the CPU.
     group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
-    on_device = group.get("fused") or group.get("capturable")
-    return torch.tensor(
-        float(step), dtype=torch.float32, device=master.device if on_device else "cpu"
-    )
+    device = torch.device("cpu")
+    if group.get("fused") or group.get("capturable"):
+        device = master.device
+    return torch.tensor(float(step), dtype=torch.float32, device=device)
 
 
-def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
+def check_names(kind: str, saved: Set[str], expected: Set[str]) -> None:
     """Raises ValueError if names of parameters or tensors are missing or unexpected."""
-    for problem, names in (("missing", expected - given), ("unexpected", given - expected)):
+    for problem, names in (("missing", expected - saved), ("unexpected", saved - expected)):
         if names:
-            some = ", ".join(sorted(names)[:4])
-            raise ValueError(f"optimizer state: {len(names)} {what} {problem}, among them {some}")
+            examples = ", ".join(sorted(names)[:4])
+            raise ValueError(
+                f"optimizer state: {len(names)} {kind} {problem}, among them {examples}"
+            )
 
 
-def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_tensors(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raises ValueError if tensors differ in name, shape or dtype from the expected ones."""
-    check_names("tensors", given.keys(), expected.keys())
+    check_names("tensors", saved.keys(), expected.keys())
     for name, like in expected.items():
-        tensor = given[name]
+        tensor = saved[name]
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise ValueError(
                 f"optimizer state: {name} is {tensor.dtype} {list(tensor.shape)}, expected"
@@ -175,10 +180,12 @@ class FP8State(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None: ...
 
 
-def carried(state: FP8State | None) -> dict[str, Any]:
+def fp8_entry(fp8_state: FP8State | None) -> dict[str, Any]:
     """Returns the FP8 entry of an optimizer's state dict, empty without FP8 state."""
-    fp8 = {} if state is None else state.state_dict()
-    return {"fp8": fp8} if fp8 else {}
+    if fp8_state is None:
+        return {}
+    tensors = fp8_state.state_dict()
+    return {"fp8": tensors} if tensors else {}
 
 
 class NamedOptimizer(torch.optim.Optimizer):
@@ -218,11 +225,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
         if self.sum_stages is None:
             return self._norm_of_parts(norm_of, list(self.names))
-        here = self._norm_of_parts(
-            norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)]
-        )
+        uncounted = {id(p) for p in self.uncounted}
+        norm = self._norm_of_parts(norm_of, [p for p in self.names if id(p) not in uncounted])
         # Squares of float32 norms can overflow float32, so stages are summed in float64.
-        return self.sum_stages(here.double().square()).sqrt().float()
+        return self.sum_stages(norm.double().square()).sqrt().float()
 
     def _norm_of_parts(
         self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]
@@ -233,8 +239,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
         if self.sum_split is None:
             return norm_of(params)
-        split, whole = ([p for p in params if (p in self.split) == part] for part in (True, False))
-        return (self.sum_split(norm_of(split).square()) + norm_of(whole).square()).sqrt()
+        split = [p for p in params if p in self.split]
+        replicated = [p for p in params if p not in self.split]
+        split_square = self.sum_split(norm_of(split).square())
+        return (split_square + norm_of(replicated).square()).sqrt()
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -276,15 +284,15 @@ class NamedOptimizer(torch.optim.Optimizer):
                 "the optimizer's state is split over the ranks (storage.shard); save checkpoints by"
                 " fp8cfg.fit, or set storage.shard=none"
             )
-        groups, tensors = (
-            [hyperparameters(group) for group in self.param_groups],
-            self.state_tensors(),
-        )
+        tensors = self.state_tensors()
         if self.one_shard is not None:
-            tensors = columns.plain(tensors, self.names, self.masters_of)
-        return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(
-            self.fp8_state
-        )
+            tensors = columns.to_plain_state(tensors, self.names, self.masters_of)
+        state = {
+            "tensors": tensors,
+            "json": self.state_json(),
+            "param_groups": [hyperparameters(group) for group in self.param_groups],
+        }
+        return state | fp8_entry(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the result of `state_dict`. Load the model's weights first.
@@ -301,9 +309,9 @@ class NamedOptimizer(torch.optim.Optimizer):
                 f" {len(self.param_groups)}"
             )
         if self.one_shard is not None:
-            tensors, masters = columns.shards(state_dict["tensors"], self.names)
+            tensors, masters = columns.from_plain_state(state_dict["tensors"], self.names)
             self.load_state(tensors, state_dict["json"])
-            columns.write(masters)
+            columns.write_parameters(masters)
             self._load_fp8(state_dict)  # scales and amaxes of these
             self.one_shard()
         else:
@@ -331,13 +339,14 @@ def _expect_state_dict(state_dict: Any) -> None:
         raise ValueError(
             f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}"
         )
-    if lacks := [key for key in ("param_groups", "tensors", "json") if key not in state_dict]:
-        torchs = (
-            "; it is keyed by position, as torch's optimizers have it, and this one by names"
-            if "state" in state_dict
-            else ""
-        )
-        raise ValueError(f"optimizer state: has no {', '.join(lacks)}{torchs}")
+    missing = [key for key in ("param_groups", "tensors", "json") if key not in state_dict]
+    if missing:
+        line = f"optimizer state: has no {', '.join(missing)}"
+        if "state" in state_dict:
+            line += (
+                "; it is keyed by position, as torch's optimizers have it, and this one by names"
+            )
+        raise ValueError(line)
     groups = state_dict["param_groups"]
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise ValueError("optimizer state: param_groups is no list of groups")

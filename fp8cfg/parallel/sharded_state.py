@@ -75,18 +75,20 @@ def attach_optimizer(
     if not worlds:
         return
 
-    def largest(amaxes: Tensor) -> Tensor:
+    def max_over_ranks(amaxes: Tensor) -> Tensor:
         """Reduces amaxes over tensor-parallel ranks, then over FSDP2's."""
         for world in worlds:
             amaxes = world.largest(amaxes)
         return amaxes
 
-    optimizer.largest = largest
-    optimizer.gradients.largest = largest
+    optimizer.max_over_ranks = max_over_ranks
+    optimizer.gradients.max_over_ranks = max_over_ranks
     model: Any = prepared.model
     optimizer.gradients.groups = _reduction_groups(model, optimizer.gradients.codecs)
-    optimizer.parts = starts
-    optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
+    optimizer.shard_starts = starts
+    optimizer.full_columns = {
+        columns_of(prepared, precision, name) for name in optimizer.names.values()
+    }
 
 
 def _reduction_groups(

@@ -244,8 +244,8 @@ def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, here of 2: the bits of those that are stored alone. A large one does not wait, and none after the pass."""
-    monkeypatch.setattr(gradients, "together", lambda device: 2)
-    monkeypatch.setattr(gradients, "WAITING", 100)
+    monkeypatch.setattr(gradients, "tensors_per_launch", lambda device: 2)
+    monkeypatch.setattr(gradients, "MAX_PENDING_ELEMENTS", 100)
     params = {
         name: nn.Parameter(normal(n, seed=n))
         for name, n in (("a", 64), ("b", 32), ("c", 8), ("d", 128))
@@ -293,7 +293,7 @@ def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
         columns: build(columns, parameters(columns, (4, 128))) for columns in (Columns(), blocks)
     }
     for optimizer in both.values():
-        optimizer.whole = {blocks}
+        optimizer.full_columns = {blocks}
         (p,) = optimizer.names
         p.grad = normal(4, 128)
         optimizer.step()
@@ -310,7 +310,7 @@ def test_an_empty_shard_has_the_scales_of_the_whole() -> None:
     optimizer = build(columns, parameters(columns, (0, 128)))
     (p,) = optimizer.names
     p.grad = torch.zeros_like(p)
-    optimizer.largest = lambda known: torch.full_like(known, 2.0)  # of another rank's rows
+    optimizer.max_over_ranks = lambda known: torch.full_like(known, 2.0)  # of another rank's rows
     optimizer.step()
     for moment, codec_of in (("exp_avg", columns.exp_avg), ("exp_avg_sq", columns.exp_avg_sq)):
         assert optimizer.state[p][moment][1] == codec_of.scale_inv(torch.tensor(2.0)) != 1

@@ -74,7 +74,7 @@ def test_compiled_bits_are_the_eager_ones(
     other sizes are taken together, and the fourth alone. Inductor's code for every codec is in tests/numerics/test_codecs.py."""
     compiles, found = torch.compile, []
     if several := row == "O3":
-        monkeypatch.setattr(adam_step, "together", lambda device: 3)
+        monkeypatch.setattr(adam_step, "tensors_per_launch", lambda device: 3)
     if backend != "inductor":
         monkeypatch.setattr(
             torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more)
@@ -109,8 +109,8 @@ def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(
 ) -> None:
     """As on a GPU, but for the compiler. The last tensor is taken in pieces."""
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    monkeypatch.setattr(gradients, "together", lambda device: 2)
-    monkeypatch.setattr(gradients, "compiles", lambda device: True)
+    monkeypatch.setattr(gradients, "tensors_per_launch", lambda device: 2)
+    monkeypatch.setattr(gradients, "is_compiled_on", lambda device: True)
     compiled_code.cache_clear()
     codec = codecs.get_codec(name)
     values = [
@@ -128,7 +128,7 @@ def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(
         for x, s in zip(values, stored, strict=True)
         for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True)
     )
-    assert [gradients._in_one(codec, each) for each in stored] == [True] * 3 + [False]
+    assert [gradients.has_compiled_norm(codec, each) for each in stored] == [True] * 3 + [False]
     found = gradients.norms([codec] * 4, stored)
     torch.testing.assert_close(
         found, [codec.decode(each).norm() for each in stored], rtol=1e-6, atol=0
@@ -177,7 +177,7 @@ def test_blocks_are_stored_a_tensor_at_a_time(
         return recorded
 
     monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(adam_step, "together", lambda device: 3)
+    monkeypatch.setattr(adam_step, "tensors_per_launch", lambda device: 3)
     compiled_code.cache_clear()
     for compiled in (False, True):
         p = parameters(ROWS[row], (16, 128), (24, 128), (40, 128))

@@ -11,7 +11,7 @@ from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics.codecs import BLOCK
 from fp8cfg.numerics.formats import StridedStart, element_numbers, random_key, uniform_numbers
 from fp8cfg.optim.low_bit.adam_step import compiled_code
-from fp8cfg.optim.low_bit.columns import FLOAT32, columns_of_shard, decoded_part, named_columns
+from fp8cfg.optim.low_bit.columns import FLOAT32, columns_of_shard, decode_shard, named_columns
 from tests.support.low_bit import bits, build, normal
 
 SHAPE = (12, 3 * BLOCK)
@@ -51,7 +51,7 @@ def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
         amaxes.append(found)
         return found
 
-    every.largest, mine.largest, mine.parts = (
+    every.max_over_ranks, mine.max_over_ranks, mine.shard_starts = (
         recorded,
         lambda here: torch.maximum(here, amaxes.pop()),
         {part: strided(shard, part)},
@@ -84,7 +84,7 @@ def test_a_part_of_a_gradient_has_the_codes_of_the_whole(grad: str, cut: str) ->
         amaxes.append(found)
         return found
 
-    every.gradients.largest, mine.gradients.largest = (
+    every.gradients.max_over_ranks, mine.gradients.max_over_ranks = (
         recorded,
         lambda here: torch.maximum(here, amaxes.pop()),
     )
@@ -150,7 +150,7 @@ def test_moments_of_cut_blocks_are_float32_and_decode_from_those_of_the_whole(
         data, scales = codec.encode(values, random_key(1, "draw"))
         here = shard.part(data.view(torch.uint8)).view(data.dtype)
         assert torch.equal(
-            decoded_part(codec, here, scales, place), shard.part(codec.decode((data, scales)))
+            decode_shard(codec, here, scales, place), shard.part(codec.decode((data, scales)))
         )
 
 
@@ -200,7 +200,7 @@ def test_a_compiled_step_of_parts_has_the_bits_of_an_eager_one() -> None:
             seed=5,
             compiled=compiled,
         )
-        optimizer.parts = {p: StridedStart(0, p.shape[1], 2, 4) for p in params.values()}
+        optimizer.shard_starts = {p: StridedStart(0, p.shape[1], 2, 4) for p in params.values()}
         for step in range(2):
             for p in params.values():
                 p.grad = normal(*p.shape, seed=step, scale=1e-3).bfloat16()

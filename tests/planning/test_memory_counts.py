@@ -192,7 +192,7 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
 
     assert (
         peak_memory.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK}
-        and zero_memory.WAITING == gradients.WAITING
+        and zero_memory.WAITING == gradients.MAX_PENDING_ELEMENTS
     )
     recipe = small(
         "precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2"
@@ -212,7 +212,9 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     )
     assert plan_memory(alone, "cuda", rank_part(alone))[
         "accumulation"
-    ] == 4 * gradients.WAITING and "accumulation" not in plan_memory(alone, "cpu", rank_part(alone))
+    ] == 4 * gradients.MAX_PENDING_ELEMENTS and "accumulation" not in plan_memory(
+        alone, "cpu", rank_part(alone)
+    )
     few, at_once = (
         small("opt_level=O2"),
         ("storage.weight_grad=fp8_block", "storage.accumulate=stored opt_level=O2"),
@@ -223,7 +225,7 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     assert (
         plan_memory(few, "cuda", rank_part(few))["accumulation"]
         == 4 * sum(largest[: zero_memory.TOGETHER])
-        and zero_memory.TOGETHER == adam_step.TOGETHER
+        and zero_memory.TOGETHER == adam_step.TENSORS_PER_LAUNCH
     )
     assert not [
         "accumulation"

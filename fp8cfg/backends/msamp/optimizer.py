@@ -212,7 +212,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         It has `state_tensors`, `state_json`, the hyperparameters of the groups, and the FP8 state of
         a job's model.
         """
-        from fp8cfg.optim.state_dict import carried
+        from fp8cfg.optim.state_dict import fp8_entry
 
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         state = {
@@ -220,7 +220,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             "json": self.state_json(),
             "param_groups": groups,
         }
-        return state | carried(self.fp8_state)
+        return state | fp8_entry(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state that `state_dict` returned. Raises ValueError like `load_state`."""

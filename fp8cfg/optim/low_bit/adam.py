@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,8 @@ from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.numerics.codecs import EncodedTensor
 from fp8cfg.numerics.formats import StridedStart, random_key
 from fp8cfg.optim.loss_scale import LossScaler
-from fp8cfg.optim.low_bit.adam_step import Work, adam_step, amaxes_of_steps
-from fp8cfg.optim.low_bit.adam_update import check_hyperparameters, hyper
+from fp8cfg.optim.low_bit.adam_step import TensorUpdate, adam_step, amaxes_of_steps
+from fp8cfg.optim.low_bit.adam_update import check_hyperparameters, step_factors
 from fp8cfg.optim.low_bit.columns import FLOAT32, Columns, first_element, local
 from fp8cfg.optim.low_bit.gradients import StoredGradients, norms
 from fp8cfg.optim.low_bit.state import (
@@ -25,8 +25,8 @@ from fp8cfg.optim.low_bit.state import (
     check_state,
     collect_json,
     collect_tensors,
-    fresh_state,
-    recoded,
+    convert_codecs,
+    create_state,
     restore,
     slot_of,
 )
@@ -40,7 +40,7 @@ class LowBitOptimizer(NamedOptimizer):
     A parameter is one of these:
 
     - The stored weight, if its dtype is the dtype of an unscaled weight codec.
-    - The data of a stored weight with a scale (`held`).
+    - The data of a stored weight with a scale (`encoded_weights`).
     - Written from a master by a function (`writers`).
     - Otherwise a working copy of the stored weight in its own dtype. Each step writes it.
 
@@ -56,8 +56,8 @@ class LowBitOptimizer(NamedOptimizer):
         weight_decay: Weight decay.
         columns: Codecs of the parameters. A group may have other ones.
         originals: Values from before rounding, for the first weights and masters.
-        held: Functions to get the tensors of weights with a scale. They are called at each use,
-            because a model may move to another device.
+        encoded_weights: Functions to get the tensors of weights with a scale. They are called at
+            each use, because a model may move to another device.
         writers: Functions to store a master into the parameter.
         owned: ZeRO: names of this rank's parameters. Other ranks keep the state of the rest.
         seed: Seed of stochastic rounding.
@@ -65,9 +65,10 @@ class LowBitOptimizer(NamedOptimizer):
 
     Attributes:
         grad_factor: Factor of the gradients in a step.
-        largest: Elementwise maximum over the ranks with shards of a tensor, for per-tensor scales.
-        parts: Positions of this rank's parameters in tensors split by tensor parallelism.
-        whole: Columns of the full tensors.
+        max_over_ranks: Elementwise maximum over the ranks with shards of a tensor, for per-tensor
+            scales.
+        shard_starts: Positions of this rank's parameters in tensors split by tensor parallelism.
+        full_columns: Columns of the full tensors.
     """
 
     decoupled: ClassVar[bool]
@@ -82,7 +83,7 @@ class LowBitOptimizer(NamedOptimizer):
         *,
         columns: Columns = FLOAT32,
         originals: Mapping[nn.Parameter, Tensor] | None = None,
-        held: Mapping[nn.Parameter, Callable[[], EncodedTensor]] | None = None,
+        encoded_weights: Mapping[nn.Parameter, Callable[[], EncodedTensor]] | None = None,
         writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
         owned: Container[str] | None = None,
         seed: int = 0,
@@ -90,27 +91,27 @@ class LowBitOptimizer(NamedOptimizer):
     ) -> None:
         self.names: dict[nn.Parameter, str] = {}
         self.columns: dict[nn.Parameter, Columns] = {}
-        self.seed, self.compiled = seed, compiled
+        self.seed = seed
+        self.compiled = compiled
         self.grad_factor: float | Tensor = 1.0
         self._step_keys: dict[nn.Parameter, Tensor] = {}
         self.gradients = StoredGradients(self.names, self._key)
         self._written = WriteGuard(self.names, "the optimizer had stored their values")
-        self.held, self.writers = dict(held or {}), dict(writers or {})
+        self.encoded_weights = dict(encoded_weights or {})
+        self.writers = dict(writers or {})
         self._owned = owned
-        self.largest: Callable[[Tensor], Tensor] | None = None
-        self.parts: Mapping[nn.Parameter, StridedStart] = {}
-        self.whole: Collection[Columns] = ()
+        self.max_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.shard_starts: Mapping[nn.Parameter, StridedStart] = {}
+        self.full_columns: Collection[Columns] = ()
         self._originals = originals or {}
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "columns": columns,
-            },
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "columns": columns,
+        }
+        super().__init__(params, defaults)
         # Frees the original weights, which only the first state needs.
         self._originals = {}
 
@@ -125,32 +126,43 @@ class LowBitOptimizer(NamedOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_hyperparameters(group)
-        for name, p in named_parameters(group):
+        for name, parameter in named_parameters(group):
             if name in self.names.values():
                 raise ValueError(f"two parameters are named {name}, and state is kept by name")
-            self._add(name, p, group["columns"])
+            self._add(name, parameter, group["columns"])
         self._written.remember()
 
-    def _add(self, name: str, p: nn.Parameter, columns: Columns) -> None:
+    def _add(self, name: str, parameter: nn.Parameter, columns: Columns) -> None:
         """Creates the state of one parameter."""
-        check_parameter(name, p, columns, p in self.held or p in self.writers, p in self.writers)
-        self.names[p], self.columns[p] = name, columns
+        has_writer = parameter in self.writers
+        has_stored_scale = has_writer or parameter in self.encoded_weights
+        check_parameter(name, parameter, columns, has_stored_scale, has_writer)
+        self.names[parameter] = name
+        self.columns[parameter] = columns
         if columns.grad is not None:
-            self.gradients.codecs[p] = columns.grad
-        held, here = self._held(p), local(p.detach())
-        value = self._originals.get(p, columns.weight.decode(held) if held else here)
-        state = fresh_state(
-            here, columns, value, self._key(p, "start"), () if p in self.writers else held
-        )
+            self.gradients.codecs[parameter] = columns.grad
+        encoded = self._encoded_weight(parameter)
+        local_parameter = local(parameter.detach())
+        if parameter in self._originals:
+            value = self._originals[parameter]
+        elif encoded is not None:
+            value = columns.weight.decode(encoded)
+        else:
+            value = local_parameter
+        key = self._key(parameter, "start")
+        state = create_state(local_parameter, columns, value, key, encoded, has_writer)
         codecs = {column: str(getattr(columns, column)) for column in STORED if column in state}
-        self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
+        # All ranks save the same JSON, but only one has the tensors.
+        if not self.owns(parameter):
+            state = {}
+        self.state[parameter] = {**state, "step": 0, "codecs": codecs}
         # A write to such a parameter by other code would be lost in the next step.
-        if self.state[p].keys() & {"master", "weight"}:
-            self._written.watch(p)
+        if "master" in state or "weight" in state:
+            self._written.watch(parameter)
 
-    def owns(self, p: nn.Parameter) -> bool:
-        """Whether this rank keeps the state of `p` and steps it."""
-        return self._owned is None or self.names[p] in self._owned
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Returns whether this rank keeps the state of a parameter and steps it."""
+        return self._owned is None or self.names[parameter] in self._owned
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -169,76 +181,95 @@ class LowBitOptimizer(NamedOptimizer):
         self.store_grads()
         self._update()
         self.write_parameters()
-        self.gradients.spent = True
+        self.gradients.was_read = True
         return loss
 
     def _update(self) -> None:
         """Steps all groups. On shards it finds the amaxes of full tensors first."""
-        each = [(group["columns"], self._works(group)) for group in self.param_groups]
-        if self.largest is None or not any(columns.per_tensor for columns, _ in each):
-            for columns, works in each:
-                adam_step(columns, self.decoupled, works, self.compiled)
-            return
-        # One collective for all groups: `largest` reduces their amaxes together.
-        known = [
-            amaxes_of_steps(c, self.decoupled, works, self.compiled)
-            for c, works in each
-            if c.per_tensor and works
-        ]
-        left = iter(self.largest(torch.cat(known)).unbind() if known else ())
-        for columns, works in each:
-            adam_step(
-                columns,
-                self.decoupled,
-                works,
-                self.compiled,
-                [next(left) if columns.per_tensor else None for _ in works],
-            )
+        groups = [(group["columns"], self._updates_of(group)) for group in self.param_groups]
+        all_amaxes = self._full_amaxes(groups)
+        for (columns, updates), amaxes in zip(groups, all_amaxes, strict=True):
+            adam_step(columns, self.decoupled, updates, self.compiled, amaxes)
 
-    def _works(self, group: dict[str, Any]) -> list[Work]:
-        """Returns the tensors to step in a group, and increments the step counts.
+    def _full_amaxes(
+        self, groups: Sequence[tuple[Columns, list[TensorUpdate]]]
+    ) -> list[Sequence[Tensor] | None]:
+        """Returns the amaxes [3] of full tensors for the tensors of each group.
 
-        Parameters of other ranks are counted too.
+        None for a group without per-tensor scales, or if this rank has full tensors.
         """
+        amaxes: list[Sequence[Tensor] | None] = [None] * len(groups)
+        if self.max_over_ranks is None:
+            return amaxes
+        scaled = [
+            i for i, (columns, updates) in enumerate(groups) if columns.per_tensor and updates
+        ]
+        if not scaled:
+            return amaxes
+        shard_amaxes = []
+        for i in scaled:
+            columns, updates = groups[i]
+            shard_amaxes.append(amaxes_of_steps(columns, self.decoupled, updates, self.compiled))
+        # One collective for all groups.
+        full_amaxes = self.max_over_ranks(torch.cat(shard_amaxes))
+        sizes = [len(group_amaxes) for group_amaxes in shard_amaxes]
+        for i, group_amaxes in zip(scaled, full_amaxes.split(sizes), strict=True):
+            amaxes[i] = group_amaxes.unbind()
+        return amaxes
 
-        @cache
-        def factors_of(step: int, device: torch.device) -> Tensor:
-            return self._factors(group, step, device)
-
-        works, random = list[Work](), group["columns"].stochastic
+    def _updates_of(self, group: dict[str, Any]) -> list[TensorUpdate]:
+        """Returns the tensors to step in a group, and increments the step counts."""
+        # Most parameters have the same step count: send its factors to the device once.
+        factors: dict[tuple[int, torch.device], Tensor] = {}
         skip = None if self.deferred is None else self.deferred.skip
-        for p in group["params"]:
-            if (grad := self.gradients.of(p)) is not None:
-                state = self.state[p]
-                # Parameters of other ranks count too, so that all ranks save the same JSON.
-                state["step"] += 1
-                if self.owns(p):
-                    slot = slot_of(local(p), state, grad, self._held(p), p in self.writers)
-                    factors = factors_of(state["step"], p.device)
-                    key, first = (
-                        self._step_key(p) if random else None,
-                        first_element(p, self.parts.get(p)),
-                    )
-                    works.append(Work(slot, factors, key, skip, first))
-        return works
+        updates = []
+        for parameter in group["params"]:
+            grad = self.gradients.get(parameter)
+            if grad is None:
+                continue
+            state = self.state[parameter]
+            # Parameters of other ranks count too, so that all ranks save the same JSON.
+            state["step"] += 1
+            if not self.owns(parameter):
+                continue
+            step_and_device = (state["step"], parameter.device)
+            if step_and_device not in factors:
+                factors[step_and_device] = self._factors(group, *step_and_device)
+            key = None
+            if group["columns"].stochastic:
+                key = self._step_key(parameter)
+            slot = slot_of(
+                local(parameter),
+                state,
+                grad,
+                self._encoded_weight(parameter),
+                parameter in self.writers,
+            )
+            first = first_element(parameter, self.shard_starts.get(parameter))
+            updates.append(TensorUpdate(slot, factors[step_and_device], key, skip, first))
+        return updates
 
     def _factors(self, group: dict[str, Any], step: int, device: torch.device) -> Tensor:
         """Returns the factors of a step on the device, float32 [10]."""
-        values = hyper(group, self.decoupled, step, group["lr"])
-        # A deferred step has its factor on the device. Otherwise all ten numbers are sent together.
+        values = step_factors(group, self.decoupled, step, group["lr"])
+        # Without a deferred step all ten numbers are sent together.
         if not isinstance(self.grad_factor, Tensor):
-            return copy_to_device(
-                torch.tensor([*values, self.grad_factor], dtype=torch.float32), device
-            )
-        hyperparameters = copy_to_device(torch.tensor(values, dtype=torch.float32), device)
-        return torch.cat([hyperparameters, self.grad_factor.float().view(1)])
+            values.append(self.grad_factor)
+            return copy_to_device(torch.tensor(values, dtype=torch.float32), device)
+        factors = copy_to_device(torch.tensor(values, dtype=torch.float32), device)
+        return torch.cat([factors, self.grad_factor.float().view(1)])
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Stores the masters into the parameters of `writers`, as each step does."""
-        for p, write in ((p, write) for p, write in self.writers.items() if self.owns(p)):
-            write(self.columns[p].source.decode(self.state[p]["master"]))
+        for parameter, write in self.writers.items():
+            if self.owns(parameter):
+                write(self._decode_master(parameter))
         self._written.remember()
+
+    def _decode_master(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the float32 master of a parameter."""
+        return self.columns[parameter].source.decode(self.state[parameter]["master"])
 
     @property
     def stored_grads(self) -> dict[nn.Parameter, EncodedTensor]:
@@ -286,15 +317,12 @@ class LowBitOptimizer(NamedOptimizer):
 
     def _entries(self) -> dict[str, Any]:
         """Returns the JSON entries of the parameters."""
-        found = collect_json(self.names, self.state)
-        return {
-            name: (
-                {**entry, "codecs": {"master": "fp32", **entry["codecs"]}}
-                if name in self.masters_of
-                else entry
-            )
-            for name, entry in found.items()
-        }
+        entries = collect_json(self.names, self.state)
+        for name, entry in entries.items():
+            if name in self.masters_of:
+                # Under FSDP2 the float32 parameter is the master.
+                entry["codecs"] = {"master": "fp32", **entry["codecs"]}
+        return entries
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -306,45 +334,48 @@ class LowBitOptimizer(NamedOptimizer):
         Raises:
             ValueError: Optimizer, names, shapes, dtypes or codecs differ. Nothing was changed.
         """
-        mine = self.state_tensors()
-        # With ZeRO a checkpoint has the state of all ranks. The rest of it belongs to other ranks.
-        elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
+        expected = self.state_tensors()
+        # With ZeRO a checkpoint has the state of all ranks. Drop the state of other ranks.
+        other_prefixes = tuple(f"{name}." for p, name in self.names.items() if not self.owns(p))
         tensors = {
-            k: t
-            for k, t in tensors.items()
-            if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in expected or not name.startswith(other_prefixes)
         }
         if "state" in json:
-            columns = {*self.columns.values(), *self.whole}
-            tensors, json = recoded(
-                self.names, columns, tensors, json, self._entries(), self._key, self.parts
+            columns = {*self.columns.values(), *self.full_columns}
+            tensors, json = convert_codecs(
+                self.names, columns, tensors, json, self._entries(), self._key, self.shard_starts
             )
-        check_state(tensors, mine, json, self.state_json())
+        check_state(tensors, expected, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])
         self._step_keys.clear()
         self._written.remember()
 
-    def _held(self, p: nn.Parameter) -> EncodedTensor | None:
+    def _encoded_weight(self, parameter: nn.Parameter) -> EncodedTensor | None:
         """Returns the tensors of a weight that is stored with a scale, or None."""
-        return self.held[p]() if p in self.held else None
+        if parameter not in self.encoded_weights:
+            return None
+        return self.encoded_weights[parameter]()
 
-    def _key(self, p: nn.Parameter, what: str) -> Tensor:
-        """Returns a random key for the purpose `what` in the current step."""
-        return copy_to_device(
-            random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device
-        )
+    def _key(self, parameter: nn.Parameter, purpose: str) -> Tensor:
+        """Returns a random key for a purpose in the current step."""
+        step = self.state[parameter].get("step", 0)
+        key = random_key(self.seed, self.names[parameter], purpose, step)
+        return copy_to_device(key, parameter.device)
 
-    def _step_key(self, p: nn.Parameter) -> Tensor:
+    def _step_key(self, parameter: nn.Parameter) -> Tensor:
         """Returns the random key of a parameter, cached on its device.
 
         The device derives the keys of single steps from it.
         """
-        if p not in self._step_keys or self._step_keys[p].device != p.device:
-            self._step_keys[p] = copy_to_device(
-                random_key(self.seed, self.names[p], "step"), p.device
-            )
-        return self._step_keys[p]
+        key = self._step_keys.get(parameter)
+        if key is None or key.device != parameter.device:
+            key = random_key(self.seed, self.names[parameter], "step")
+            key = copy_to_device(key, parameter.device)
+            self._step_keys[parameter] = key
+        return key
 
 
 class LowBitAdamW(LowBitOptimizer):
@@ -385,16 +416,20 @@ class LowBitTraining(LowBitOptimizer):
         adds_stored: bool = False,
         **options: Any,
     ) -> None:
-        self.loss_scaler, self.clip_grad = loss_scaler, clip_grad
-        self.grad_norm, self.steps, self._made = 0.0, 0, False
+        self.loss_scaler = loss_scaler
+        self.clip_grad = clip_grad
+        self.grad_norm = 0.0
+        self.steps = 0
+        self._has_stepped = False
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
         super().__init__(*args, **options)
         if adds_stored:
-            self._always = self.storing(add=True)
-            self._always.__enter__()
+            # Entered for the life of the optimizer: each backward pass adds to stored gradients.
+            self._storing = self.storing(add=True)
+            self._storing.__enter__()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -417,27 +452,25 @@ class LowBitTraining(LowBitOptimizer):
             self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
             hook()
-        if finite and self._writes():
+        if finite and self._should_write():
             self.write_parameters()
         self._written.remember()
-        self.gradients.spent = True
+        self.gradients.was_read = True
         return finite
 
-    def _writes(self) -> bool:
-        """Whether to write weights after a step that the host takes as done.
+    def _should_write(self) -> bool:
+        """Returns whether to write weights after a step that the host takes as done.
 
         If the device skips a deferred step, the same weights are written again. That is only
         harmless after a first real step: before it, weights were rounded from original values and
         not from masters. With a loss scale the run continues after a skipped step, so the host
         waits for the decision.
         """
-        self._made = (
-            self._made
-            or self.deferred is None
-            or self.loss_scaler is None
-            or not self.deferred.skip
-        )
-        return self._made
+        if self._has_stepped or self.deferred is None or self.loss_scaler is None:
+            self._has_stepped = True
+        else:
+            self._has_stepped = not self.deferred.skip  # waits for the device
+        return self._has_stepped
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -451,9 +484,9 @@ class LowBitTraining(LowBitOptimizer):
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Decoded float32 masters of the parameters with a writer. New tensors at each call."""
         return {
-            p: self.columns[p].source.decode(self.state[p]["master"])
-            for p in self.writers
-            if self.owns(p)
+            parameter: self._decode_master(parameter)
+            for parameter in self.writers
+            if self.owns(parameter)
         }
 
     def state_json(self) -> dict[str, Any]:
@@ -480,8 +513,8 @@ class LowBitTraining(LowBitOptimizer):
     def count(self, by: int, stepped: Collection[nn.Parameter]) -> None:
         """Adds `by` to the step counts of the run and of the `stepped` parameters."""
         self.steps += by
-        for p in stepped:
-            self.state[p]["step"] += by
+        for parameter in stepped:
+            self.state[parameter]["step"] += by
 
     def _prepare_gradients(self) -> bool:
         """Computes the norm of the gradients and the factor that unscales and clips them.
@@ -489,48 +522,52 @@ class LowBitTraining(LowBitOptimizer):
         Returns:
             Whether to make the step. True if the device decides.
         """
-        found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
-        # An empty tuple is a gradient that another rank stores (ZeRO-2). Its norm is 0 here.
-        here = [(p, grad) for p, grad in found if grad]
-        known = dict(
-            zip(
-                (p for p, _ in here),
-                norms([self.columns[p].read for p, _ in here], [g for _, g in here]),
-                strict=True,
-            )
-        )
-        each = {
-            p: known[p] if p in known else torch.zeros((), dtype=torch.float32, device=p.device)
-            for p, _ in found
-        }
-        total = self.norm_over_ranks(partial(self._norm_of, each))
-        factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
+        gradients = {}
+        for parameter in self.columns:
+            gradient = self.gradients.get(parameter)
+            if gradient is not None:
+                gradients[parameter] = gradient
+        norm_of = self._gradient_norms(gradients)
+        total = self.norm_over_ranks(partial(self._total_norm, norm_of))
+        unscale = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
         if self.deferred is not None:
-            norm = (total.double() * factor).float()
-            self.grad_factor = _clipping(norm.double(), self.clip_grad) * factor
-            self.deferred.decide(norm, [p for p, _ in found])
+            norm = (total.double() * unscale).float()
+            self.grad_factor = _clip_factor(norm.double(), self.clip_grad) * unscale
+            self.deferred.decide(norm, [*gradients])
             return True
-        norm = (total.cpu().double() * factor).float()
-        self.grad_factor, self.grad_norm = (
-            (_clipping(norm.double(), self.clip_grad) * factor).item(),
-            norm.item(),
-        )
-        finite = math.isfinite(self.grad_norm)
+        norm = (total.cpu().double() * unscale).float()
+        self.grad_factor = (_clip_factor(norm.double(), self.clip_grad) * unscale).item()
+        self.grad_norm = norm.item()
+        is_finite = math.isfinite(self.grad_norm)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(found_inf=not finite)
-        return finite
+            self.loss_scaler.update(found_inf=not is_finite)
+        return is_finite
 
-    def _norm_of(
-        self, each: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
+    def _gradient_norms(
+        self, gradients: Mapping[nn.Parameter, EncodedTensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Returns the norm of each gradient, float32 []."""
+        # An empty tuple is a gradient that another rank stores (ZeRO-2). Its norm is 0 here.
+        stored = {p: gradient for p, gradient in gradients.items() if gradient}
+        codecs = [self.columns[parameter].read for parameter in stored]
+        norm_of = dict(zip(stored, norms(codecs, [*stored.values()]), strict=True))
+        for parameter in gradients:
+            if parameter not in norm_of:
+                norm_of[parameter] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return norm_of
+
+    def _total_norm(
+        self, norm_of: Mapping[nn.Parameter, Tensor], parameters: Sequence[nn.Parameter]
     ) -> Tensor:
-        """Returns the norm of the gradients of `params`, float32 []."""
-        norms = [each[p] for p in params if p in each]
+        """Returns the norm of the gradients of `parameters`, float32 []."""
+        norms = [norm_of[parameter] for parameter in parameters if parameter in norm_of]
         if not norms:
-            return torch.zeros((), dtype=torch.float32, device=next(iter(self.columns)).device)
+            device = next(iter(self.columns)).device
+            return torch.zeros((), dtype=torch.float32, device=device)
         stacked = torch.stack(norms)
-        total: Tensor = torch.linalg.vector_norm(
-            self.sum_norms(stacked) if self.sum_norms else stacked
-        )
+        if self.sum_norms is not None:
+            stacked = self.sum_norms(stacked)
+        total: Tensor = torch.linalg.vector_norm(stacked)
         return total
 
 
@@ -542,8 +579,9 @@ class LowBitTrainingAdam(LowBitTraining, LowBitAdam):
     """LowBitAdam in a training loop."""
 
 
-def _clipping(norm: Tensor, most: float) -> Tensor:
-    """Returns the factor that clips gradients with the norm `norm`, float64 [], to `most`."""
-    if most <= 0.0:
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor that clips gradients with the norm `norm`, float64 [], to `max_norm`."""
+    if max_norm <= 0.0:
         return torch.ones_like(norm)
-    return torch.where(norm > most, torch.full_like(norm, most) / (norm + 1e-6), 1.0)
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+    return torch.where(norm > max_norm, torch.full_like(norm, max_norm) / (norm + 1e-6), 1.0)

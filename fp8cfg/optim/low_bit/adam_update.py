@@ -58,12 +58,12 @@ class Scales(NamedTuple):
     exp_avg_sq: Tensor | None = None
 
 
-Moved = tuple[Tensor, Tensor, Tensor]
+Values = tuple[Tensor, Tensor, Tensor]
 """Weight and both moments after a step, float32."""
 
 
-def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> list[float]:
-    """Returns the nine factors of a step. `moved` reads a tenth, the factor of the gradients.
+def step_factors(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> list[float]:
+    """Returns the nine factors of a step. `updated_values` reads a tenth, for the gradients.
 
     Args:
         group: Hyperparameters.
@@ -71,9 +71,11 @@ def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> li
         step: Number of the step, from 1.
         lr: Learning rate.
     """
-    decay, (b1, b2) = group["weight_decay"], group["betas"]
+    b1, b2 = group["betas"]
+    decay = group["weight_decay"]
     # The factors are computed in double precision on the host and rounded to float32 once.
-    decay = 1 - lr * decay if decoupled else decay
+    if decoupled:
+        decay = 1 - lr * decay
     return [
         decay,
         b1,
@@ -87,9 +89,12 @@ def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> li
     ]
 
 
-def key_of_step(key: Tensor | None, hyper: Tensor) -> Tensor | None:
+def derive_step_key(key: Tensor | None, factors: Tensor) -> Tensor | None:
     """Derives the random key of a step from the key of a tensor."""
-    return None if key is None else derive_draw_key(key, hyper[8].to(torch.int32))
+    if key is None:
+        return None
+    step = factors[8].to(torch.int32)
+    return derive_draw_key(key, step)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -101,18 +106,19 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas={tuple(group['betas'])} must lie in [0, 1)")
 
 
-def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved:
+def updated_values(columns: Columns, decoupled: bool, slot: Slot, factors: Tensor) -> Values:
     """Computes weight and moments after the step.
 
     Args:
         columns: Codecs of the slot.
         decoupled: Whether weight decay is decoupled (AdamW).
         slot: The stored tensors.
-        hyper: Factors of the step, float32 [10].
+        factors: Factors of the step, float32 [10].
     """
-    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = hyper.unbind()
+    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = factors.unbind()
     # The order of operations decides the bits. Keep it equal to MS-AMP's.
-    w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
+    w = columns.source.decode(slot.source)
+    g = columns.read.decode(slot.grad) * grad_factor
     if decoupled:
         w = w * decay
     else:
@@ -122,44 +128,50 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved
     return w - lr * (m / (square_root(v) / correction + eps)), m, v
 
 
-def find_amaxes(columns: Columns, values: Moved) -> Tensor:
+def find_amaxes(columns: Columns, values: Values) -> Tensor:
     """Returns the amaxes of weight and moments, [3]. 0 for a column without a per-tensor scale."""
-    return torch.stack(
-        [
-            compute_amax_or_nan(x) if wanted else x.new_zeros(())
-            for x, wanted in zip(values, columns.amaxes, strict=True)
-        ]
-    )
+    amaxes = []
+    for value, is_needed in zip(values, columns.needs_amax, strict=True):
+        if is_needed:
+            amaxes.append(compute_amax_or_nan(value))
+        else:
+            amaxes.append(value.new_zeros(()))
+    return torch.stack(amaxes)
 
 
-def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
+def scales_from_amaxes(columns: Columns, amaxes: Tensor) -> Scales:
     """Returns new scales from amaxes [3], or [3, tensors] for several tensors.
 
     Weight and master share the amax of the master before rounding.
     """
-    return Scales(
-        *[
-            codec.scale_inv(amaxes[what]) if codec is not None and codec.per_tensor else None
-            for codec, what in zip(columns.written, (0, 0, 1, 2), strict=True)
-        ]
-    )
+    scales: list[Tensor | None] = []
+    for codec, i in zip(columns.written, (0, 0, 1, 2), strict=True):
+        if codec is not None and codec.per_tensor:
+            scales.append(codec.scale_inv(amaxes[i]))
+        else:
+            scales.append(None)
+    return Scales(*scales)
 
 
-def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> list[Tensor]:
+def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, factors: Tensor) -> list[Tensor]:
     """Returns the needed amaxes of `find_amaxes` for each row of ROW elements, each [rows].
 
     A tensor that ROW does not divide is a single row.
     """
-    # Compiled code only reduces rows. The amaxes of rows are reduced in `_wanted_amaxes`.
-    values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
-    return [_row_amaxes(x) for x, wanted in values if wanted]
+    # Compiled code only reduces rows. The amaxes of rows are reduced in `_needed_amaxes`.
+    values = updated_values(columns, decoupled, slot, factors)
+    return [
+        _row_amaxes(value)
+        for value, is_needed in zip(values, columns.needs_amax, strict=True)
+        if is_needed
+    ]
 
 
-def _row_amaxes(x: Tensor) -> Tensor:
+def _row_amaxes(values: Tensor) -> Tensor:
     """Returns the amax of each row, [rows]."""
-    return (
-        x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else compute_amax_or_nan(x).view(1)
-    )
+    if values.numel() % ROW == 0:
+        return values.reshape(-1, ROW).abs().amax(1)
+    return compute_amax_or_nan(values).view(1)
 
 
 def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
@@ -173,18 +185,20 @@ def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
         decoupled: Not used.
         amaxes: Needed amaxes, [tensors, amaxes].
     """
-    found = iter(amaxes.unbind(1))
-    each = [next(found) if wanted else amaxes.new_zeros(len(amaxes)) for wanted in columns.amaxes]
-    scales = [
-        each[0] if scale is None else scale for scale in scales_from(columns, torch.stack(each))
-    ]
-    return F.pad(torch.stack(scales, 1)[:, :, None], (0, 3))
+    needed = iter(amaxes.unbind(1))
+    all_amaxes = []
+    for is_needed in columns.needs_amax:
+        all_amaxes.append(next(needed) if is_needed else amaxes.new_zeros(len(amaxes)))
+    scales = scales_from_amaxes(columns, torch.stack(all_amaxes))
+    # Nobody reads the columns without a scale. They have some values of the same shape.
+    filled = [all_amaxes[0] if scale is None else scale for scale in scales]
+    return F.pad(torch.stack(filled, 1)[:, :, None], (0, 3))
 
 
 def store_step(
     columns: Columns,
     slot: Slot,
-    values: Moved,
+    values: Values,
     key: Tensor | None,
     new: Scales,
     skip: Tensor | None,
@@ -201,86 +215,70 @@ def store_step(
         skip: Whether to write nothing, bool [] on the device.
         start: Position of the first element in the full tensor, for random numbers.
     """
-    c, (w, m, v) = columns, values
+    w, m, v = values
     # The numbers 0 to 3 give each column its own random numbers.
-    c.source.write(w, slot.source, new.source, key, 0, start, skip)
-    c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start, skip)
-    c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
+    columns.source.write(w, slot.source, new.source, key, 0, start, skip)
+    columns.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start, skip)
+    columns.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
     weight, scale = slot.source, new.source
     if slot.weight is not None:
         # The weight is rounded from the rounded master, so that a restart gives the same weight.
-        source = _rescaled(slot.source, new.source)
-        rounded = c.source.decode(source if c.weight.block else _as_written(source))
+        master = _with_scale(slot.source, new.source)
+        if not columns.weight.block:
+            master = _as_materialized(master)
+        rounded = columns.source.decode(master)
         weight, scale = slot.weight, new.weight
-        c.weight.write(rounded, weight, scale, key, 3, start, skip)
+        columns.weight.write(rounded, weight, scale, key, 3, start, skip)
     if slot.copy is not None:
-        write_encoded(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
+        write_encoded(slot.copy, columns.weight.decode(_with_scale(weight, scale)), skip)
 
 
 def store_scales(slot: Slot, new: Scales, skip: Tensor | None) -> None:
     """Writes per-tensor scales after all pieces, because decoding needs the old ones until then."""
-    columns = (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq)
-    for stored, scale in zip(columns, new, strict=True):
+    tensors = (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq)
+    for stored, scale in zip(tensors, new, strict=True):
         if stored is not None and scale is not None:
             write_encoded(stored[1], scale, skip)
 
 
-def store_whole(
-    columns: Columns,
-    decoupled: bool,
-    slot: Slot,
-    hyper: Tensor,
-    key: Tensor | None,
-    new: Scales,
-    skip: Tensor | None,
-    first: Start = 0,
-) -> None:
-    """Runs `store_step` for a whole tensor or shard, as one function for the compiler.
-
-    Args:
-        columns: Codecs of the slot.
-        decoupled: Whether weight decay is decoupled (AdamW).
-        slot: The stored tensors.
-        hyper: Factors of the step, float32 [10].
-        key: Random key of the tensor.
-        new: New per-tensor scales.
-        skip: Whether to write nothing, bool [].
-        first: Position of the first element in the full tensor.
-    """
-    store_step(
-        columns,
-        slot,
-        moved(columns, decoupled, slot, hyper),
-        key_of_step(key, hyper),
-        new,
-        skip,
-        first,
-    )
-
-
 def find_row_amaxes_of_several(
-    columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor
+    columns: Columns, decoupled: bool, slots: Sequence[Slot], factors: Tensor
 ) -> list[list[Tensor]]:
     """Runs `find_row_amaxes` for each slot."""
-    return [find_row_amaxes(columns, decoupled, slot, hyper) for slot in slots]
+    return [find_row_amaxes(columns, decoupled, slot, factors) for slot in slots]
 
 
 def store_several(
     columns: Columns,
     decoupled: bool,
     slots: Sequence[Slot],
-    hyper: Tensor,
+    factors: Tensor,
     keys: Sequence[Tensor | None],
-    new: Sequence[Scales],
+    scales: Sequence[Scales],
     skip: Tensor | None,
-    firsts: Sequence[Start] | None = None,
+    starts: Sequence[Start] | None = None,
 ) -> None:
-    """Runs `store_whole` for each slot."""
-    for slot, key, scales, first in zip(slots, keys, new, firsts or [0] * len(slots), strict=True):
-        store_whole(columns, decoupled, slot, hyper, key, scales, skip, first)
+    """Runs `store_step` for several full tensors or shards, as one function for the compiler.
+
+    Args:
+        columns: Codecs of the slots.
+        decoupled: Whether weight decay is decoupled (AdamW).
+        slots: The stored tensors.
+        factors: Factors of the step, float32 [10].
+        keys: Random key of each tensor.
+        scales: New per-tensor scales.
+        skip: Whether to write nothing, bool [].
+        starts: Position of the first element of each tensor in the full tensor. None is 0.
+    """
+    if starts is None:
+        starts = [0] * len(slots)
+    for slot, key, new, start in zip(slots, keys, scales, starts, strict=True):
+        values = updated_values(columns, decoupled, slot, factors)
+        step_key = derive_step_key(key, factors)
+        store_step(columns, slot, values, step_key, new, skip, start)
 
 
-def _as_written(stored: EncodedTensor) -> EncodedTensor:
+def _as_materialized(stored: EncodedTensor) -> EncodedTensor:
     """Returns `stored` as a strided view, so that Inductor treats it as a materialized tensor.
 
     Otherwise Inductor would inline its whole computation at each use, which compiles for minutes
@@ -291,6 +289,8 @@ def _as_written(stored: EncodedTensor) -> EncodedTensor:
     return (data.as_strided(data.shape, data.stride()), *stored[1:])
 
 
-def _rescaled(stored: EncodedTensor, scale_inv: Tensor | None) -> EncodedTensor:
+def _with_scale(stored: EncodedTensor, scale_inv: Tensor | None) -> EncodedTensor:
     """Returns `stored` with a new per-tensor scale, if there is one."""
-    return stored if scale_inv is None else (stored[0], scale_inv)
+    if scale_inv is None:
+        return stored
+    return (stored[0], scale_inv)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +52,10 @@ class Columns(NamedTuple):
 
         The weight is None if it is the source.
         """
-        return (
-            self.source,
-            None if self.master is None else self.weight,
-            self.exp_avg,
-            self.exp_avg_sq,
-        )
+        weight = None
+        if self.master is not None:
+            weight = self.weight
+        return (self.source, weight, self.exp_avg, self.exp_avg_sq)
 
     @property
     def stochastic(self) -> bool:
@@ -64,7 +63,7 @@ class Columns(NamedTuple):
         return any(codec is not None and codec.rounding == "stochastic" for codec in self.written)
 
     @property
-    def amaxes(self) -> tuple[bool, ...]:
+    def needs_amax(self) -> tuple[bool, ...]:
         """Whether per-tensor scales need the amax of the weight and of each moment.
 
         Weight and master share an amax.
@@ -113,13 +112,17 @@ def named_columns(
     """
 
     def updated(name: str) -> Codec:
-        # Float32 is not rounded, so it needs no random numbers.
-        return get_codec(name, "nearest" if name == "fp32" else rounding)
+        if name == "fp32":  # is not rounded, so it needs no random numbers
+            return get_codec(name, "nearest")
+        return get_codec(name, rounding)
 
+    master = None
+    if master_weight != "none":
+        master = updated(master_weight)
     grad = get_codec(weight_grad)
     return Columns(
         updated(weight),
-        None if master_weight == "none" else updated(master_weight),
+        master,
         None if grad.scaling == "none" else grad,
         get_codec(exp_avg),
         get_codec(exp_avg_sq, second_moment=True),
@@ -132,27 +135,31 @@ FLOAT32 = Columns()
 
 def local(t: Tensor) -> Tensor:
     """Returns this rank's plain tensor of `t`, which may be a DTensor."""
-    here: Any = t.to_local() if hasattr(t, "to_local") else t
-    inner: Tensor = getattr(here, "_tensor", here)  # FP8-gathered shards wrap a tensor
+    if hasattr(t, "to_local"):
+        t = t.to_local()
+    inner: Tensor = getattr(t, "_tensor", t)  # FP8-gathered shards wrap a tensor
     return inner
 
 
-def first_element(p: Tensor, part: StridedStart | None) -> Start:
+def first_element(parameter: Tensor, start: StridedStart | None) -> Start:
     """Returns the flat position of this rank's first element in the full tensor.
 
     Args:
-        p: The parameter, possibly sharded by FSDP2.
-        part: Position in the tensor that tensor parallelism splits, or None.
+        parameter: The parameter, possibly sharded by FSDP2.
+        start: Position in the tensor that tensor parallelism splits, or None.
     """
     first = 0
-    if hasattr(p, "placements"):
-        _, ranks, rank = _split(p)
-        first = first_row(p.shape[0], ranks, rank) * (p.numel() // max(1, p.shape[0]))
-    return first if part is None else part._replace(start=first)
+    if hasattr(parameter, "placements"):
+        _, ranks, rank = _shard_position(parameter)
+        rows = parameter.shape[0]
+        first = first_row(rows, ranks, rank) * (parameter.numel() // max(1, rows))
+    if start is None:
+        return first
+    return start._replace(start=first)
 
 
-def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
-    """Whether each of `ranks` shards has whole blocks and equal size. Always true on one rank.
+def has_whole_blocks(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
+    """Returns whether each of `ranks` shards has whole blocks and equal size. True for one rank.
 
     Args:
         shape: Shape of the full tensor. FSDP2 splits dimension 0.
@@ -161,13 +168,12 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
     """
     if ranks == 1:
         return True
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return shape[0] % ranks == 0 and (shape[0] // ranks * columns) % block == 0
+    rows = shape[0]
+    row_size = prod(shape[1:])
+    return rows % ranks == 0 and (rows // ranks * row_size) % block == 0
 
 
-def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> Columns:
+def columns_of_shard(columns: Columns, parameter: Tensor, start: StridedStart | None) -> Columns:
     """Returns the columns for the state of this rank's shard.
 
     Blockwise moments and gradients become float32 if a cut would split a block. A shard of FSDP2 is
@@ -175,78 +181,85 @@ def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> 
 
     Args:
         columns: Columns of the full tensor.
-        p: The parameter.
-        part: Position in the tensor that tensor parallelism splits, or None.
+        parameter: The parameter.
+        start: Position in the tensor that tensor parallelism splits, or None.
     """
-    if by_rows := hasattr(p, "placements"):
+    is_fsdp_shard = hasattr(parameter, "placements")
+    if is_fsdp_shard:
         columns = columns._replace(weight=FLOAT32.weight, master=None)
 
-    def cut(block: int) -> bool:
-        """Whether a shard would split a block of `block` elements."""
-        return bool(part and part.run % block) or (
-            by_rows and not fits(p.shape, _split(p)[1], block)
-        )
+    def splits_blocks(codec: Codec) -> bool:
+        """Returns whether this layout would split a block of `codec`."""
+        if not codec.block:
+            return False
+        if start and start.run % codec.block:
+            return True
+        if not is_fsdp_shard:
+            return False
+        _, ranks, _ = _shard_position(parameter)
+        return not has_whole_blocks(parameter.shape, ranks, codec.block)
 
-    if columns.grad is not None and columns.grad.block and cut(columns.grad.block):
+    if columns.grad is not None and splits_blocks(columns.grad):
         columns = columns._replace(grad=None)
-    kept = {
-        m: FLOAT32.exp_avg
-        for m in ("exp_avg", "exp_avg_sq")
-        if (block := getattr(columns, m).block) and cut(block)
-    }
-    return columns._replace(**kept)
+    if splits_blocks(columns.exp_avg):
+        columns = columns._replace(exp_avg=FLOAT32.exp_avg)
+    if splits_blocks(columns.exp_avg_sq):
+        columns = columns._replace(exp_avg_sq=FLOAT32.exp_avg_sq)
+    return columns
 
 
-def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
+def to_sharded(tensor: Tensor, parameter: Tensor, is_data: bool) -> Tensor:
     """Returns this rank's state tensor as a DTensor if FSDP2 shards its parameter.
 
     Args:
-        part: This rank's tensor.
-        p: The parameter.
-        data: Whether it has the shape of the parameter. Otherwise it has the scales of its blocks.
+        tensor: This rank's tensor.
+        parameter: The parameter.
+        is_data: Whether it has the shape of the parameter. Otherwise it has the scales of its
+            blocks.
     """
-    if not hasattr(p, "placements") or not part.dim():
-        return part
-    import torch
+    if not hasattr(parameter, "placements") or not tensor.dim():
+        return tensor
     from torch.distributed.tensor import DTensor
 
-    mesh, ranks, _ = _split(p)
-    whole = torch.empty(
-        p.shape if data else (part.shape[0] * ranks, *part.shape[1:]),
-        dtype=part.dtype,
-        device="meta",
-    )
+    mesh, ranks, _ = _shard_position(parameter)
+    shape = parameter.shape
+    if not is_data:
+        shape = torch.Size((tensor.shape[0] * ranks, *tensor.shape[1:]))
+    # from_local needs the stride of the full tensor. A meta tensor allocates nothing.
+    full = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return DTensor.from_local(
-        part, mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        tensor, mesh, parameter.placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
-def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
-    """Decodes a part of a blockwise tensor to float32.
+def decode_shard(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
+    """Decodes a shard of a blockwise tensor to float32.
 
     Args:
         codec: The codec.
-        data: Elements of the part.
+        data: Elements of the shard.
         scales: Scales of all blocks of the full tensor.
         first: Position of the first element in the full tensor.
     """
-    # The part may start inside a block, so each element looks up its own scale.
-    of_each = scales[element_numbers(first, data.numel(), data.device, torch.int64) // codec.block]
-    return replace(codec, block=1).decode((data.reshape(-1), of_each)).view(data.shape)
+    # The shard may start inside a block, so each element looks up its own scale.
+    positions = element_numbers(first, data.numel(), data.device, torch.int64)
+    element_scales = scales[positions // codec.block]
+    return replace(codec, block=1).decode((data.reshape(-1), element_scales)).view(data.shape)
 
 
-def _split(p: Any) -> tuple[Any, int, int]:
+def _shard_position(parameter: Any) -> tuple[Any, int, int]:
     """Returns the mesh, the number of shards and this rank's index of a DTensor."""
-    mesh = p.device_mesh
+    mesh = parameter.device_mesh
     # With replicated groups the mesh has two axes. The last one shards.
     axis = mesh.ndim - 1
     return mesh, mesh.size(axis), mesh.get_local_rank(axis)
 
 
 MASTER = ".master"
+"""Suffix of the names of masters in plain optimizer state."""
 
 
-def plain(
+def to_plain_state(
     tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str], masters: Container[str]
 ) -> dict[str, Tensor]:
     """Returns the optimizer state as plain tensors, no copies.
@@ -256,35 +269,37 @@ def plain(
         names: Names of the parameters.
         masters: Names of parameters to include as masters.
     """
-    found = {name: local(t) for name, t in tensors.items()}
-    return found | {
-        name + MASTER: local(p.detach()) for p, name in names.items() if name in masters
-    }
+    plain = {name: local(tensor) for name, tensor in tensors.items()}
+    for parameter, name in names.items():
+        if name in masters:
+            plain[name + MASTER] = local(parameter.detach())
+    return plain
 
 
-def shards(
+def from_plain_state(
     tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]
 ) -> tuple[dict[str, Tensor], dict[nn.Parameter, Tensor]]:
-    """Inverts `plain`. Returns the state, and the values of parameters."""
-    params = {name: p for p, name in names.items()}
-    masters = {
-        params[name]: t
-        for key, t in tensors.items()
-        if (name := key.removesuffix(MASTER)) in params and name != key
-    }
-    state = {key: t for key, t in tensors.items() if key.removesuffix(MASTER) not in params}
-    owners = {key: params.get(key.rpartition(".")[0]) for key in state}
-    return {
-        key: t if (p := owners[key]) is None else of_shards(t.to(p.device), p, data=False)
-        for key, t in state.items()
-    }, masters
+    """Inverts `to_plain_state`. Returns the state, and the values of parameters."""
+    parameters = {name: parameter for parameter, name in names.items()}
+    state: dict[str, Tensor] = {}
+    masters: dict[nn.Parameter, Tensor] = {}
+    for key, tensor in tensors.items():
+        name, _, column = key.rpartition(".")
+        parameter = parameters.get(name)
+        if parameter is None:  # the scales of a moment, which are not sharded
+            state[key] = tensor
+        elif f".{column}" == MASTER:
+            masters[parameter] = tensor
+        else:
+            state[key] = to_sharded(tensor.to(parameter.device), parameter, is_data=False)
+    return state, masters
 
 
 @torch.no_grad()
-def write(masters: Mapping[nn.Parameter, Tensor]) -> None:
+def write_parameters(values: Mapping[nn.Parameter, Tensor]) -> None:
     """Writes values into their parameters."""
-    for p, master in masters.items():
-        local(p.detach()).copy_(master)
+    for parameter, value in values.items():
+        local(parameter.detach()).copy_(value)
 
 
 def state_dict_of_one(
@@ -294,23 +309,21 @@ def state_dict_of_one(
 
     In the stored form checkpoints need the DTensors, because each rank writes its part.
     """
-    if not in_stored_form():
-        state_dict.update(
-            {name: local(t) for name, t in state_dict.items() if isinstance(t, Tensor)}
-        )
+    if in_stored_form():
+        return
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor):
+            state_dict[name] = local(tensor)
 
 
-def load_into_one(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def load_into_one(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any
+) -> None:
     """Load hook: converts plain tensors to shards."""
-    params = {
-        f"{prefix}{name}": p
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if hasattr(p, "placements")
-    }
-    state_dict.update(
-        {
-            name: of_shards(t.to(params[name].device, torch.float32), params[name], data=False)
-            for name, t in state_dict.items()
-            if name in params and not hasattr(t, "placements")
-        }
-    )
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensor = state_dict.get(f"{prefix}{name}")
+        if tensor is None or not hasattr(parameter, "placements"):
+            continue
+        if not hasattr(tensor, "placements"):
+            plain = tensor.to(parameter.device, torch.float32)
+            state_dict[f"{prefix}{name}"] = to_sharded(plain, parameter, is_data=False)

@@ -21,17 +21,17 @@ from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Codec, EncodedTensor, chunk_ranges
 from fp8cfg.optim.low_bit.adam_step import (
-    REDUCED,
+    REDUCTION_OPTIONS,
+    can_compile,
     compiled_code,
-    compiles,
-    in_one_piece,
+    is_compiled_on,
     launch_groups,
-    together,
+    tensors_per_launch,
 )
 from fp8cfg.optim.low_bit.adam_update import ROW
 from fp8cfg.optim.low_bit.columns import local
 
-WAITING = 1 << 26
+MAX_PENDING_ELEMENTS = 1 << 26
 """Largest number of waiting elements, 256 MiB in float32. Beyond it launches cost little."""
 
 
@@ -45,8 +45,8 @@ class StoredGradients:
     Attributes:
         codecs: Codecs of the parameters with stored gradients.
         stored: Stored gradients.
-        spent: Whether a step has read them. New gradients then replace them.
-        largest: Elementwise maximum over the ranks that share parameters, or None.
+        was_read: Whether a step has read them. New gradients then replace them.
+        max_over_ranks: Elementwise maximum over the ranks that share parameters, or None.
         groups: Parameters whose gradients are stored together, for each parameter.
     """
 
@@ -56,14 +56,17 @@ class StoredGradients:
         self.codecs: dict[nn.Parameter, Codec] = {}
         self.stored: dict[nn.Parameter, EncodedTensor] = {}
         # transformers.Trainer calls zero_grad of the model, which does not clear stored gradients.
-        self.spent = False
-        self.largest: Callable[[Tensor], Tensor] | None = None
+        self.was_read = False
+        self.max_over_ranks: Callable[[Tensor], Tensor] | None = None
         self.groups: Mapping[nn.Parameter, Set[nn.Parameter]] = {}
-        self._names, self._key = names, key
+        self._names = names
+        self._key = key
 
-    def of(self, p: nn.Parameter) -> EncodedTensor | None:
+    def get(self, parameter: nn.Parameter) -> EncodedTensor | None:
         """Returns the gradient for a step: `.grad`, or the stored one, or None."""
-        return self.stored.get(p) if p.grad is None else (local(p.grad),)
+        if parameter.grad is not None:
+            return (local(parameter.grad),)
+        return self.stored.get(parameter)
 
     def store_all(self) -> None:
         """Stores each `.grad` that has a codec.
@@ -71,88 +74,100 @@ class StoredGradients:
         Raises:
             RuntimeError: A gradient is stored already. Gradients are summed first and rounded once.
         """
-        self.store([p for p in self.codecs if p.grad is not None])
+        self.store([parameter for parameter in self.codecs if parameter.grad is not None])
 
     @torch.no_grad()
-    def store(self, params: Sequence[nn.Parameter], add: Container[nn.Parameter] = ()) -> None:
+    def store(
+        self, parameters: Sequence[nn.Parameter], accumulated: Container[nn.Parameter] = ()
+    ) -> None:
         """Stores the `.grad` of parameters and clears it.
 
         Args:
-            params: The parameters.
-            add: Parameters whose stored gradient is added first.
+            parameters: The parameters.
+            accumulated: Parameters whose stored gradient is added first.
 
         Raises:
-            RuntimeError: A gradient is stored already, and `add` does not have its parameter.
+            RuntimeError: A gradient is stored already, and `accumulated` does not have its
+                parameter.
         """
-        if self.spent and params:
+        if not parameters:
+            return
+        if self.was_read:
             self.clear()
-        for p in params:
-            if p in self.stored and p not in add:
+        for parameter in parameters:
+            if parameter not in self.stored:
+                continue
+            if parameter not in accumulated:
                 raise RuntimeError(
-                    f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad"
-                    " comes first"
+                    f"the gradient of {self._names[parameter]} was stored before a backward pass;"
+                    " zero_grad comes first"
                 )
-            if p in self.stored:
-                self._gradient(p).add_(self.codecs[p].decode(self.stored[p]))
-        scales = self._scales_of_whole([p for p in params if self.codecs[p].per_tensor])
-        for group in launch_groups(
-            [self._kind(p) for p in params], together(params[0].device) if params else 1
-        ):
-            self._store_group([params[i] for i in group], scales)
+            previous = self.codecs[parameter].decode(self.stored[parameter])
+            self._local_gradient(parameter).add_(previous)
+        scaled = [parameter for parameter in parameters if self.codecs[parameter].per_tensor]
+        scales = self._full_tensor_scales(scaled)
+        kinds = [self._launch_kind(parameter) for parameter in parameters]
+        for group in launch_groups(kinds, tensors_per_launch(parameters[0].device)):
+            self._store_group([parameters[i] for i in group], scales)
 
-    def _scales_of_whole(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def _full_tensor_scales(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Returns the inverse scales [] of full gradients from this rank's shards.
 
         Empty if this rank has full gradients.
         """
-        if self.largest is None or not params:
+        if self.max_over_ranks is None or not parameters:
             return {}
-        shards = [self._gradient(p) for p in params]
-        found = torch.stack(
+        shard_amaxes = []
+        for parameter in parameters:
+            shard = self._local_gradient(parameter)
+            if shard.numel() == 0:  # this rank has no rows
+                shard_amaxes.append(shard.new_zeros(()))
+            else:
+                shard_amaxes.append(torch.linalg.vector_norm(shard, math.inf))
+        stacked = torch.stack(shard_amaxes)
+        # The maximum of NaN and a number may be either, so NaN becomes infinity.
+        stacked = torch.where(stacked.isfinite(), stacked, math.inf)
+        amaxes = self.max_over_ranks(stacked).unbind()
+        scales = torch.stack(
             [
-                torch.linalg.vector_norm(g, math.inf) if g.numel() else g.new_zeros(())
-                for g in shards
+                self.codecs[parameter].scale_inv(amax)
+                for parameter, amax in zip(parameters, amaxes, strict=True)
             ]
         )
-        # The maximum of NaN and a number may be either, so NaN becomes infinity.
-        known = self.largest(torch.where(found.isfinite(), found, math.inf))
-        scales = torch.stack(
-            [self.codecs[p].scale_inv(each) for p, each in zip(params, known.unbind(), strict=True)]
-        )
-        aligned = F.pad(scales[:, None], (0, 3))[:, 0]  # Inductor copies unaligned inputs
-        return dict(zip(params, aligned.unbind(), strict=True))
+        # Padded to 16 bytes each: Inductor copies unaligned inputs.
+        aligned = F.pad(scales[:, None], (0, 3))[:, 0]
+        return dict(zip(parameters, aligned.unbind(), strict=True))
 
     @staticmethod
-    def _gradient(p: nn.Parameter) -> Tensor:
+    def _local_gradient(parameter: nn.Parameter) -> Tensor:
         """Returns this rank's tensor of `.grad`."""
-        assert p.grad is not None, "asked by the caller"
-        return local(p.grad)
+        assert parameter.grad is not None, "checked by the caller"
+        return local(parameter.grad)
 
-    def _kind(self, p: nn.Parameter) -> Hashable:
-        """Returns an equal key for gradients of the same launch.
-
-        Without a per-tensor scale each gradient needs one launch anyway.
-        """
-        codec = self.codecs[p]
-        gradient = self._gradient(p)
-        return (
-            codec if codec.per_tensor else p,
-            gradient.dtype,
-            in_one_piece(gradient.numel(), codec.block or 1),
-        )
+    def _launch_kind(self, parameter: nn.Parameter) -> Hashable:
+        """Returns an equal key for gradients of the same launch."""
+        codec = self.codecs[parameter]
+        gradient = self._local_gradient(parameter)
+        is_compiled = can_compile(gradient.numel(), codec.block or 1)
+        if codec.per_tensor:
+            return codec, gradient.dtype, is_compiled
+        # Without a per-tensor scale each gradient needs one launch anyway.
+        return parameter, gradient.dtype, is_compiled
 
     def _store_group(
-        self, params: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]
+        self, parameters: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Stores gradients of one kind."""
-        codec, values, keys = self.codecs[params[0]], list[Tensor](), list[Tensor | None]()
-        for p in params:
-            values.append(self._gradient(p))
-            keys.append(self._key(p, "grad") if codec.rounding == "stochastic" else None)
-        for p, stored in zip(
-            params, _encoded(codec, values, keys, [scales.get(p) for p in params]), strict=True
-        ):
-            self.stored[p], p.grad = stored, None
+        codec = self.codecs[parameters[0]]
+        gradients = [self._local_gradient(parameter) for parameter in parameters]
+        keys: list[Tensor | None] = [None] * len(parameters)
+        if codec.rounding == "stochastic":
+            keys = [self._key(parameter, "grad") for parameter in parameters]
+        group_scales = [scales.get(parameter) for parameter in parameters]
+        encoded = _encode(codec, gradients, keys, group_scales)
+        for parameter, tensors in zip(parameters, encoded, strict=True):
+            self.stored[parameter] = tensors
+            parameter.grad = None
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
@@ -163,62 +178,64 @@ class StoredGradients:
         """
         # Parameters that were stored in this context. With reentrant checkpointing a shared layer
         # gets its gradient in several parts, which are added.
-        here: set[nn.Parameter] = set()
-        waiting: dict[nn.Parameter, None] = {}
+        stored_here: set[nn.Parameter] = set()
+        pending: dict[nn.Parameter, None] = {}
 
-        def arrived(p: Tensor) -> None:
-            """Stores waiting gradients if there are enough of them, or if a group is complete."""
-            assert isinstance(p, nn.Parameter), "hooks are those of parameters"
-            waiting[p] = None
-            if p in self.groups:
-                full = waiting.keys() >= self.groups[p]
+        def on_gradient(parameter: Tensor) -> None:
+            """Stores pending gradients if there are enough of them, or if a group is complete."""
+            assert isinstance(parameter, nn.Parameter), "only parameters have this hook"
+            pending[parameter] = None
+            if parameter in self.groups:
+                is_complete = pending.keys() >= self.groups[parameter]
             else:
-                full = (
-                    len(waiting) >= together(p.device)
-                    or sum(each.numel() for each in waiting) > WAITING
-                    or add
+                num_elements = sum(waiting.numel() for waiting in pending)
+                is_complete = (
+                    add
+                    or len(pending) >= tensors_per_launch(parameter.device)
+                    or num_elements > MAX_PENDING_ELEMENTS
                 )
-            if full or not self.codecs[p].per_tensor:
-                store()
+            if is_complete or not self.codecs[parameter].per_tensor:
+                store_pending()
 
-        def store() -> None:
-            # A step, or zero_grad, inside of the context has stored or dropped what waited.
-            self.store([p for p in waiting if p.grad is not None], self.codecs if add else here)
-            here.update(waiting)
-            waiting.clear()
+        def store_pending() -> None:
+            # A step, or zero_grad, inside of the context has stored or dropped pending gradients.
+            parameters = [parameter for parameter in pending if parameter.grad is not None]
+            self.store(parameters, self.codecs if add else stored_here)
+            stored_here.update(pending)
+            pending.clear()
 
-        def alone(p: Tensor) -> None:
+        def copy_out_of_buffer(parameter: Tensor) -> None:
             """Copies a gradient out of a larger buffer."""
-            if (
-                p.grad is not None
-                and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes
-            ):
+            if parameter.grad is None:
+                return
+            gradient = local(parameter.grad)
+            if gradient.untyped_storage().nbytes() > gradient.nbytes:
                 # FSDP2 reduces several gradients in one buffer. A view of a small gradient would
                 # keep the memory of all of them.
-                p.grad = p.grad.clone()
+                parameter.grad = parameter.grad.clone()
 
+        handles = []
         # If no gradient is stored, the buffer is in use anyway.
-        watched = self._names if self.codecs else ()
-        handles = [
-            p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone)
-            for p in watched
-        ]
+        if self.codecs:
+            for parameter in self._names:
+                hook = on_gradient if parameter in self.codecs else copy_out_of_buffer
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             yield
-            store()
+            store_pending()
         finally:
             for handle in handles:
                 handle.remove()
 
     def clear(self) -> None:
         """Drops all stored gradients."""
-        self.spent = False
+        self.was_read = False
         self.stored.clear()
 
 
-def _encoded(
+def _encode(
     codec: Codec,
-    values: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
 ) -> list[EncodedTensor]:
@@ -226,42 +243,50 @@ def _encoded(
 
     Args:
         codec: The codec.
-        values: The tensors.
+        tensors: The tensors.
         keys: Random keys for stochastic rounding.
         scales: Per-tensor scales of shards. None computes the scale.
     """
-    if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
-        encode = compiled_code(_encode, codec, more=REDUCED if codec.per_tensor else ())
-        made = encode([_flat(x.contiguous(), codec) for x in values], keys, scales)
-        return [
-            (data.view(x.shape), *scale_inv)
-            for x, (data, *scale_inv) in zip(values, made, strict=True)
-        ]
-    found = [codec.zeros(x.shape, x.device) for x in values]
-    for x, stored, key, scale_inv in zip(values, found, keys, scales, strict=True):
-        codec.store(x, stored, key, scale_inv)
-    return found
+    if all(_is_compiled(codec, tensor) for tensor in tensors):
+        options = REDUCTION_OPTIONS if codec.per_tensor else ()
+        encode = compiled_code(_encode_several, codec, options=options)
+        rows = [_in_blocks(tensor.contiguous(), codec) for tensor in tensors]
+        encoded = []
+        for tensor, (data, *scale) in zip(tensors, encode(rows, keys, scales), strict=True):
+            encoded.append((data.view(tensor.shape), *scale))
+        return encoded
+    encoded = [codec.zeros(tensor.shape, tensor.device) for tensor in tensors]
+    for tensor, stored, key, scale_inv in zip(tensors, encoded, keys, scales, strict=True):
+        codec.store(tensor, stored, key, scale_inv)
+    return encoded
 
 
-def _encode(
+def _encode_several(
     codec: Codec,
-    values: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
 ) -> list[EncodedTensor]:
     """Encodes tensors. Compiled."""
     return [
-        codec.encode(x.float(), key, scale_inv)
-        for x, key, scale_inv in zip(values, keys, scales, strict=True)
+        codec.encode(tensor.float(), key, scale_inv)
+        for tensor, key, scale_inv in zip(tensors, keys, scales, strict=True)
     ]
 
 
-def _flat(data: Tensor, codec: Codec) -> Tensor:
+def _is_compiled(codec: Codec, data: Tensor) -> bool:
+    """Returns whether compiled code reads or writes `data`, in the codec or before."""
+    return is_compiled_on(data.device) and can_compile(data.numel(), codec.block or 1)
+
+
+def _in_blocks(data: Tensor, codec: Codec) -> Tensor:
     """Returns `data` in the shape for compiled code: [blocks, block] or flat.
 
     In a flat tensor the compiler cannot tell which elements share a scale.
     """
-    return data.view(-1, codec.block) if codec.block else data.view(-1)
+    if codec.block:
+        return data.view(-1, codec.block)
+    return data.view(-1)
 
 
 def norms(codecs: Sequence[Codec], stored: Sequence[EncodedTensor]) -> list[Tensor]:
@@ -270,32 +295,36 @@ def norms(codecs: Sequence[Codec], stored: Sequence[EncodedTensor]) -> list[Tens
     On a GPU a few launches compute all of them. Compiled code first computes norms of rows for
     tensors with scales.
     """
-    pairs = list(zip(codecs, stored, strict=True))
-    rows = {
-        i: each[0]
-        for i, (codec, each) in enumerate(pairs)
-        if codec.scaling == "none" and each[0].is_cuda and each[0].numel()
-    }
-    scaled = [i for i, (codec, each) in enumerate(pairs) if _in_one(codec, each)]
+    if not stored:
+        return []
+    rows: dict[int, Tensor] = {}
+    scaled = []
+    for i, (codec, tensors) in enumerate(zip(codecs, stored, strict=True)):
+        data = tensors[0]
+        if has_compiled_norm(codec, tensors):
+            scaled.append(i)
+        elif codec.scaling == "none" and data.is_cuda and data.numel():
+            rows[i] = data
     kinds = [(codecs[i], stored[i][0].dtype, stored[i][0].numel() % ROW == 0) for i in scaled]
-    for group in launch_groups(kinds, together(stored[0][0].device) if stored else 1):
-        codec, places = codecs[scaled[group[0]]], [scaled[i] for i in group]
-        flat = [(_flat(stored[i][0], codec), *stored[i][1:]) for i in places]
-        rows |= zip(places, compiled_code(row_norms, codec, more=REDUCED)(flat), strict=True)
+    for group in launch_groups(kinds, tensors_per_launch(stored[0][0].device)):
+        indices = [scaled[i] for i in group]
+        codec = codecs[indices[0]]
+        compute_row_norms = compiled_code(row_norms, codec, options=REDUCTION_OPTIONS)
+        blocks = [(_in_blocks(stored[i][0], codec), *stored[i][1:]) for i in indices]
+        rows |= zip(indices, compute_row_norms(blocks), strict=True)
     # The norm of the norms of rows is the norm of the tensor.
-    found = torch._foreach_norm([*rows.values()], 2, torch.float32) if rows else ()
-    made = dict(zip(rows, found, strict=True))
-    return [made[i] if i in made else norm(codec, t) for i, (codec, t) in enumerate(pairs)]
+    norm_of: dict[int, Tensor] = {}
+    if rows:
+        grouped_norms = torch._foreach_norm([*rows.values()], 2, torch.float32)
+        norm_of = dict(zip(rows, grouped_norms, strict=True))
+    return [
+        norm_of[i] if i in norm_of else norm(codecs[i], tensors) for i, tensors in enumerate(stored)
+    ]
 
 
-def _in_one(codec: Codec, stored: EncodedTensor) -> bool:
-    """Whether compiled code computes the row norms of a stored tensor."""
-    data = stored[0]
-    return (
-        codec.scaling != "none"
-        and compiles(data.device)
-        and in_one_piece(data.numel(), codec.block or 1)
-    )
+def has_compiled_norm(codec: Codec, stored: EncodedTensor) -> bool:
+    """Returns whether compiled code computes the row norms of a stored tensor."""
+    return codec.scaling != "none" and _is_compiled(codec, stored[0])
 
 
 def row_norms(codec: Codec, stored: Sequence[EncodedTensor]) -> list[Tensor]:
@@ -303,24 +332,22 @@ def row_norms(codec: Codec, stored: Sequence[EncodedTensor]) -> list[Tensor]:
 
     A tensor that ROW does not divide is a single row.
     """
-    values = [codec.decode(each) for each in stored]
-    return [
-        torch.linalg.vector_norm(
-            x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1
-        )
-        for x in values
-    ]
+    decoded = [codec.decode(tensors) for tensors in stored]
+    norms = []
+    for values in decoded:
+        rows = values.reshape(-1, ROW) if values.numel() % ROW == 0 else values.reshape(1, -1)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return norms
 
 
 def norm(codec: Codec, stored: EncodedTensor) -> Tensor:
     """Returns the 2-norm of a stored tensor, float32 []. Decodes a piece at a time."""
     data = stored[0]
-    parts = [
-        torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b)))
-        for a, b in chunk_ranges(data.numel(), data.device)
-    ]
-    return (
-        torch.linalg.vector_norm(torch.stack(parts))
-        if parts
-        else torch.zeros((), dtype=torch.float32, device=data.device)
-    )
+    pieces = []
+    for start, stop in chunk_ranges(data.numel(), data.device):
+        piece = codec.decode(codec.part(stored, start, stop))
+        pieces.append(torch.linalg.vector_norm(piece))
+    if not pieces:
+        return torch.zeros((), dtype=torch.float32, device=data.device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(pieces))
+    return total

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.codecs import Codec, EncodedTensor
 from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.optim.low_bit.adam_update import Slot
-from fp8cfg.optim.low_bit.columns import Columns, decoded_part, first_element, local, of_shards
+from fp8cfg.optim.low_bit.columns import Columns, decode_shard, first_element, local, to_sharded
 from fp8cfg.optim.state_dict import Names, check_names, check_tensors
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
@@ -22,88 +22,116 @@ A master is optional. `weight` is missing if the parameter itself is the stored 
 
 
 def check_parameter(
-    name: str, p: nn.Parameter, columns: Columns, kept_apart: bool, written: bool
+    name: str,
+    parameter: nn.Parameter,
+    columns: Columns,
+    has_stored_scale: bool,
+    has_writer: bool,
 ) -> None:
     """Checks that a parameter can be optimized.
 
     Args:
         name: Its name.
-        p: The parameter.
+        parameter: The parameter.
         columns: Its columns.
-        kept_apart: Whether its bits need a scale that is stored elsewhere.
-        written: Whether it is written from a master.
+        has_stored_scale: Whether its bits need a scale that is stored elsewhere.
+        has_writer: Whether it is written from a master.
 
     Raises:
         ValueError: Its dtype, memory layout or columns do not fit.
     """
-    if written and columns.master is None:
+    if has_writer and columns.master is None:
         raise ValueError(f"{name} is written from a master; its columns have none")
-    if not kept_apart and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{name} is {p.dtype}; parameters are float32, bfloat16 or float16")
-    if not p.is_contiguous():
+    is_float = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not has_stored_scale and not is_float:
+        raise ValueError(
+            f"{name} is {parameter.dtype}; parameters are float32, bfloat16 or float16"
+        )
+    if not parameter.is_contiguous():
         raise ValueError(
             f"{name} is not contiguous; it is stepped through in the order of its memory"
         )
 
 
-def is_stored(p: Tensor, weight: Codec) -> bool:
-    """Whether the parameter itself is the stored weight."""
-    return weight.scaling == "none" and weight.format.dtype == p.dtype
+def is_stored(parameter: Tensor, weight: Codec) -> bool:
+    """Returns whether the parameter itself is the stored weight."""
+    return weight.scaling == "none" and weight.format.dtype == parameter.dtype
 
 
-def fresh_state(
-    p: Tensor, c: Columns, value: Tensor, key: Tensor, weight: EncodedTensor | None
+def create_state(
+    parameter: Tensor,
+    columns: Columns,
+    value: Tensor,
+    key: Tensor,
+    weight: EncodedTensor | None,
+    has_writer: bool,
 ) -> dict[str, Any]:
     """Creates the state of a parameter before its first step.
 
-    The rounded value is written to `p` or `weight`.
+    The rounded value is written to `parameter` or `weight`, unless a writer does it.
 
     Args:
-        p: The parameter.
-        c: Its columns.
+        parameter: The parameter.
+        columns: Its columns.
         value: Its value before rounding, any float dtype.
         key: Random key for stochastic rounding.
-        weight: Tensors that store the weight outside of the state. () does not write them.
+        weight: Tensors that store the weight outside of the state, or None.
+        has_writer: Whether the weight is written from the master by a function.
     """
+    shape, device = parameter.shape, parameter.device
     state: dict[str, Any] = {"step": 0}
-    if c.master is not None:
-        state["master"] = c.master.zeros(p.shape, p.device)
-        c.master.store(value, state["master"], key)
+    if columns.master is not None:
+        state["master"] = columns.master.zeros(shape, device)
+        columns.master.store(value, state["master"], key)
         # The weight is rounded from the stored master, as in each later step.
-        value = c.master.decode(state["master"])
-    if weight is None and is_stored(p, c.weight):
-        weight = (p.detach(),)
-    if weight:
-        c.weight.store(value, weight, key)
-    elif weight is None:
-        state["weight"] = c.weight.zeros(p.shape, p.device)
-        c.weight.store(value, state["weight"], key)
-        p.copy_(c.weight.decode(state["weight"]))
-    return {
-        **state,
-        **{m: getattr(c, m).zeros(p.shape, p.device) for m in ("exp_avg", "exp_avg_sq")},
-    }
+        value = columns.master.decode(state["master"])
+    if not has_writer:
+        if weight is None and is_stored(parameter, columns.weight):
+            weight = (parameter.detach(),)
+        if weight is not None:
+            columns.weight.store(value, weight, key)
+        else:
+            state["weight"] = columns.weight.zeros(shape, device)
+            columns.weight.store(value, state["weight"], key)
+            parameter.copy_(columns.weight.decode(state["weight"]))
+    state["exp_avg"] = columns.exp_avg.zeros(shape, device)
+    state["exp_avg_sq"] = columns.exp_avg_sq.zeros(shape, device)
+    return state
 
 
 def slot_of(
-    p: Tensor, state: dict[str, Any], grad: EncodedTensor, held: EncodedTensor | None, written: bool
+    parameter: Tensor,
+    state: dict[str, Any],
+    grad: EncodedTensor,
+    encoded_weight: EncodedTensor | None,
+    has_writer: bool,
 ) -> Slot:
     """Returns the flat tensors that a step reads and writes.
 
     Args:
-        p: This rank's tensor of the parameter.
+        parameter: This rank's tensor of the parameter.
         state: Its state.
         grad: Its gradient.
-        held: Tensors that store the weight outside of the state, or None.
-        written: Whether a writer stores the weight from the master.
+        encoded_weight: Tensors that store the weight outside of the state, or None.
+        has_writer: Whether a writer stores the weight from the master.
     """
-    weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
-    source, weight_of_master = (
-        (weight, None) if master is None else (_flat(master), None if written else weight)
+    copy = None
+    if encoded_weight is not None:
+        weight = _flat(encoded_weight)
+    elif "weight" in state:
+        weight = _flat(state["weight"])
+        copy = parameter.detach().view(-1)
+    else:
+        weight = (parameter.detach().view(-1),)
+    grad_data, *grad_scale = grad
+    return Slot(
+        source=_flat(state["master"]) if "master" in state else weight,
+        weight=weight if "master" in state and not has_writer else None,
+        exp_avg=_flat(state["exp_avg"]),
+        exp_avg_sq=_flat(state["exp_avg_sq"]),
+        copy=copy,
+        grad=_flat((grad_data.contiguous(), *grad_scale)),
     )
-    copy = p.detach().view(-1) if "weight" in state else None
-    moments = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
-    return Slot(source, weight_of_master, *moments, copy, _flat((grad[0].contiguous(), *grad[1:])))
 
 
 def _flat(stored: EncodedTensor) -> EncodedTensor:
@@ -119,12 +147,17 @@ def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
 
     These are no copies. Shards are DTensors.
     """
-    return {
-        f"{name}.{column}{suffix}": of_shards(tensor, p, data=not suffix)
-        for p, name in names.items()
-        for column in STORED
-        for suffix, tensor in zip(("", ".scale_inv"), state[p].get(column, ()), strict=False)
-    }
+    tensors = {}
+    for parameter, name in names.items():
+        for column in STORED:
+            if column not in state[parameter]:
+                continue
+            data, *scale = state[parameter][column]
+            tensors[f"{name}.{column}"] = to_sharded(data, parameter, is_data=True)
+            if scale:
+                scale_name = f"{name}.{column}.scale_inv"
+                tensors[scale_name] = to_sharded(scale[0], parameter, is_data=False)
+    return tensors
 
 
 def collect_json(names: Names, state: State) -> dict[str, Any]:
@@ -132,14 +165,14 @@ def collect_json(names: Names, state: State) -> dict[str, Any]:
     return {name: {key: state[p][key] for key in ("step", "codecs")} for p, name in names.items()}
 
 
-def recoded(
+def convert_codecs(
     names: Names,
     columns: Collection[Columns],
     tensors: Mapping[str, Tensor],
     json: Mapping[str, Any],
-    mine: Mapping[str, Any],
+    expected: Mapping[str, Any],
     key: Callable[[nn.Parameter, str], Tensor],
-    parts: Mapping[nn.Parameter, StridedStart],
+    starts: Mapping[nn.Parameter, StridedStart],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Converts saved state to the codecs of this layout.
 
@@ -151,45 +184,62 @@ def recoded(
         columns: Columns of this optimizer, and of full tensors.
         tensors: Saved tensors.
         json: Saved JSON.
-        mine: JSON entries of this optimizer.
+        expected: JSON entries of this optimizer.
         key: Returns the random key of a parameter.
-        parts: Positions of parameters that tensor parallelism splits.
+        starts: Positions of parameters that tensor parallelism splits.
 
     Returns:
         The converted tensors and JSON.
     """
-    tensors, entries = (
-        dict(tensors),
-        {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()},
-    )
-    for name in entries.keys() & mine.keys():
-        there, here = (each[name]["codecs"].get("master") for each in (entries, mine))
-        # Under FSDP2 a float32 parameter is its own master, so one side has no entry.
-        if {there, here} == {None, "fp32"}:
-            entries[name]["codecs"] = {**entries[name]["codecs"], "master": "fp32"}
-            if here is None:
-                del entries[name]["codecs"]["master"]
-    for column in ("exp_avg", "exp_avg_sq"):
-        codecs = {str(codec): codec for each in columns if (codec := getattr(each, column)).block}
-        for p, name in names.items():
-            if name not in entries or name not in mine:
-                continue
-            there, here = entries[name]["codecs"].get(column), mine[name]["codecs"][column]
-            data, scales = f"{name}.{column}", f"{name}.{column}.scale_inv"
-            if there in codecs and here == "fp32":
-                first = first_element(p, parts.get(p))
-                tensors[data] = of_shards(
-                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first),
-                    p,
-                    data=True,
-                )
-            elif there == "fp32" and here in codecs:
-                made = codecs[here].encode(local(tensors[data]).float(), key(p, column))
-                tensors[data], tensors[scales] = (of_shards(t, p, data=t is made[0]) for t in made)
-            else:
-                continue
-            entries[name]["codecs"][column] = here
+    tensors = dict(tensors)
+    entries = {}
+    for name, entry in json["state"].items():
+        entries[name] = {**entry, "codecs": dict(entry["codecs"])}
+    for parameter, name in names.items():
+        if name not in entries or name not in expected:
+            continue
+        saved_codecs = entries[name]["codecs"]
+        expected_codecs = expected[name]["codecs"]
+        _rename_float32_master(saved_codecs, expected_codecs)
+        for column in ("exp_avg", "exp_avg_sq"):
+            blockwise = _blockwise_codecs(columns, column)
+            saved, wanted = saved_codecs.get(column), expected_codecs[column]
+            data_name = f"{name}.{column}"
+            scale_name = f"{data_name}.scale_inv"
+            if saved in blockwise and wanted == "fp32":
+                data = local(tensors[data_name])
+                first = first_element(parameter, starts.get(parameter))
+                values = decode_shard(blockwise[saved], data, tensors.pop(scale_name), first)
+                tensors[data_name] = to_sharded(values, parameter, is_data=True)
+                saved_codecs[column] = wanted
+            elif saved == "fp32" and wanted in blockwise:
+                values = local(tensors[data_name]).float()
+                data, scale = blockwise[wanted].encode(values, key(parameter, column))
+                tensors[data_name] = to_sharded(data, parameter, is_data=True)
+                tensors[scale_name] = to_sharded(scale, parameter, is_data=False)
+                saved_codecs[column] = wanted
     return tensors, {**json, "state": entries}
+
+
+def _rename_float32_master(saved: dict[str, str], expected: Mapping[str, str]) -> None:
+    """Adds or removes a float32 master among `saved` codecs, in place, if `expected` does so.
+
+    Under FSDP2 a float32 parameter is its own master, so one side has no entry.
+    """
+    if saved.get("master") is None and expected.get("master") == "fp32":
+        saved["master"] = "fp32"
+    elif saved.get("master") == "fp32" and expected.get("master") is None:
+        del saved["master"]
+
+
+def _blockwise_codecs(columns: Collection[Columns], column: str) -> dict[str, Codec]:
+    """Returns the codecs of a column that have blocks, by name."""
+    codecs: dict[str, Codec] = {}
+    for parameter_columns in columns:
+        codec = getattr(parameter_columns, column)
+        if codec.block:
+            codecs[str(codec)] = codec
+    return codecs
 
 
 def restore(
@@ -213,35 +263,38 @@ def restore(
 
 def check_state(
     tensors: Mapping[str, Tensor],
-    like: Mapping[str, Tensor],
+    expected_tensors: Mapping[str, Tensor],
     json: Mapping[str, Any],
-    mine: Mapping[str, Any],
+    expected_json: Mapping[str, Any],
 ) -> None:
     """Raises ValueError if saved state does not fit an optimizer.
 
     Args:
         tensors: Saved tensors.
-        like: Tensors of the optimizer.
+        expected_tensors: Tensors of the optimizer.
         json: Saved JSON.
-        mine: JSON of the optimizer.
+        expected_json: JSON of the optimizer.
     """
-    if json.keys() != mine.keys():
-        raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
-    if json["optimizer"] != mine["optimizer"]:
+    if json.keys() != expected_json.keys():
         raise ValueError(
-            f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}"
+            f"optimizer state: the JSON has {sorted(json)}, expected {sorted(expected_json)}"
         )
-    check_names("parameters", json["state"].keys(), mine["state"].keys())
-    for name, expected in mine["state"].items():
-        saved = json["state"][name]["codecs"]
-        if saved != expected["codecs"]:
+    if json["optimizer"] != expected_json["optimizer"]:
+        raise ValueError(
+            f"the saved state is of {json['optimizer']}, this optimizer is"
+            f" {expected_json['optimizer']}"
+        )
+    check_names("parameters", json["state"].keys(), expected_json["state"].keys())
+    for name, entry in expected_json["state"].items():
+        saved, expected = json["state"][name]["codecs"], entry["codecs"]
+        if saved != expected:
             raise ValueError(
-                f"optimizer state: {name} is stored as {_said(saved)}, expected"
-                f" {_said(expected['codecs'])}"
+                f"optimizer state: {name} is stored as {_format_codecs(saved)}, expected"
+                f" {_format_codecs(expected)}"
             )
-    check_tensors(tensors, like)
+    check_tensors(tensors, expected_tensors)
 
 
-def _said(codecs: Mapping[str, str]) -> str:
+def _format_codecs(codecs: Mapping[str, str]) -> str:
     """Formats codecs for messages."""
     return ", ".join(f"{column} {codec}" for column, codec in codecs.items())
