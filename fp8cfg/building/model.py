@@ -361,8 +361,8 @@ def _custom_model_columns(
     # A weight shared with another module, such as an embedding, must suit that module, too.
     shared = stored_weights.shared_weights(model)
     linear_weights = {f"{linear.name}.weight" for linear in gemms}
-    others = custom_model_columns(state)
-    batch_norm = {**others, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
+    other_columns = custom_model_columns(state)
+    batch_norm = {**other_columns, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
     batch_norm_names = _batch_norm_parameters(model)
     result = {}
     for name, parameter in model.named_parameters():
@@ -371,7 +371,7 @@ def _custom_model_columns(
         elif name in batch_norm_names:
             result[name] = batch_norm
         else:
-            result[name] = others
+            result[name] = other_columns
     return result
 
 

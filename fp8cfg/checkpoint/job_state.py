@@ -194,17 +194,17 @@ def _restore_model(
     return storage_differs
 
 
-def _convert(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
-    """Returns a saved tensor in the dtype of the model's tensor `own`.
+def _convert(name: str, saved: Tensor, current: Tensor) -> Tensor | None:
+    """Returns a saved tensor in the dtype of the model's tensor `current`.
 
     Returns None if shape or dtype don't allow it. Only float32 is cast.
     """
     # The length of an amax history may change.
-    if saved.shape != own.shape and not name.endswith(_HISTORY):
+    if saved.shape != current.shape and not name.endswith(_HISTORY):
         return None
-    if saved.dtype == torch.float32 and own.dtype in CAST_DTYPES:
-        return saved.to(own.dtype)
-    if saved.dtype != own.dtype:
+    if saved.dtype == torch.float32 and current.dtype in CAST_DTYPES:
+        return saved.to(current.dtype)
+    if saved.dtype != current.dtype:
         return None
     return saved
 
@@ -320,19 +320,19 @@ _RECALIBRATE_HINT = "; resume with --recalibrate-fp8 to reset such scales and hi
 
 
 def check_fp8_state(
-    saved: Mapping[str, Tensor], own: Mapping[str, Tensor], scales_are_set: bool
+    saved: Mapping[str, Tensor], current: Mapping[str, Tensor], scales_are_set: bool
 ) -> None:
     """Checks the FP8 state of a checkpoint.
 
     Args:
         saved: Tensors of a checkpoint by name.
-        own: The stored state of the model that loads them.
+        current: The stored state of the model that loads them.
         scales_are_set: Whether enough steps are done for delayed scaling to have set its scales.
 
     Raises:
         ValueError: FP8 state is missing, or has values that training cannot produce.
     """
-    missing = [name for name in own if is_fp8_state(name) and name not in saved]
+    missing = [name for name in current if is_fp8_state(name) and name not in saved]
     if missing:
         raise ValueError(
             f"{missing[0]} is missing, and {len(missing) - 1} more like it"
@@ -356,7 +356,7 @@ def check_fp8_state(
 
 def recalibrate_fp8(
     saved: dict[str, Tensor],
-    own: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
     scales_are_set: bool,
     say: Callable[[str], None],
 ) -> set[str]:
@@ -367,7 +367,7 @@ def recalibrate_fp8(
 
     Args:
         saved: See `check_fp8_state`.
-        own: See `check_fp8_state`.
+        current: See `check_fp8_state`.
         scales_are_set: See `check_fp8_state`.
         say: Prints the number of layers.
 
@@ -376,13 +376,13 @@ def recalibrate_fp8(
     """
     removed: set[str] = set()
     num_layers = 0
-    prefixes = {prefix for prefix in map(_layer_prefix, own) if prefix}
+    prefixes = {prefix for prefix in map(_layer_prefix, current) if prefix}
     for prefix in prefixes:
         # A scale and its history belong together: remove both.
-        names = {prefix + _SCALE, prefix + _HISTORY} & own.keys()
+        names = {prefix + _SCALE, prefix + _HISTORY} & current.keys()
         state = {name: saved[name] for name in names & saved.keys()}
         try:
-            check_fp8_state(state, {name: own[name] for name in names}, scales_are_set)
+            check_fp8_state(state, {name: current[name] for name in names}, scales_are_set)
         except ValueError:
             num_layers += 1
             removed |= names

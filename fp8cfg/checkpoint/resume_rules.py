@@ -90,15 +90,15 @@ STATE = (
 """Keys that are fixed if they change the stored state. See `_saved_dtypes`."""
 
 
-def changes(saved: Recipe, wanted: Recipe) -> list[str]:
+def changes(saved: Recipe, resumed: Recipe) -> list[str]:
     """Returns the short names of keys that differ between two recipes."""
     saved_values = _flatten(saved)
-    return [short(key) for key, value in _flatten(wanted).items() if value != saved_values[key]]
+    return [short(key) for key, value in _flatten(resumed).items() if value != saved_values[key]]
 
 
 def refuse_changes(
     saved: Recipe,
-    wanted: Recipe,
+    resumed: Recipe,
     allow: list[str],
     causes: Mapping[str, str] | None = None,
     line: Sequence[str] = (),
@@ -108,7 +108,7 @@ def refuse_changes(
 
     Args:
         saved: The recipe of the checkpoint, or of a run without one.
-        wanted: The recipe of the resumed run.
+        resumed: The recipe of the resumed run.
         allow: Keys to change although resume rejects them by default.
         causes: The cause of a change, by key: another key and its value.
         line: The arguments of the command that makes the change, if it has no --allow.
@@ -119,7 +119,7 @@ def refuse_changes(
     """
     source = "this run" if step is None else f"the checkpoint of step {step}"
     saved_values = {short(key): value for key, value in _flatten(saved).items()}
-    wanted_values = {short(key): value for key, value in _flatten(wanted).items()}
+    resumed_values = {short(key): value for key, value in _flatten(resumed).items()}
     allow = [short(full(key)) for key in allow]
     lines = []
     for key in allow:
@@ -127,10 +127,10 @@ def refuse_changes(
             lines.append(foreign_names.unknown(key, short_keys()))
 
     # These keys are fixed only if they change the dtypes in the checkpoint.
-    state = STATE if _saved_dtypes(saved) != _saved_dtypes(wanted) else ()
+    state = STATE if _saved_dtypes(saved) != _saved_dtypes(resumed) else ()
     fixed = (*FIXED, *state)
     rejected = []
-    for key in changes(saved, wanted):
+    for key in changes(saved, resumed):
         is_free = key in ORIGIN or (matches(key, FREE) and not matches(key, state))
         is_allowed = matches(key, allow) and not matches(key, fixed)
         if not is_free and not is_allowed:
@@ -142,7 +142,7 @@ def refuse_changes(
             allow_words += ["--allow", key]
     for key in rejected:
         saved_value = spelled(saved_values[key])
-        wanted_value = spelled(wanted_values[key])
+        wanted_value = spelled(resumed_values[key])
         if matches(key, fixed):
             fix = "start a new run"
         elif line:
@@ -160,9 +160,9 @@ def refuse_changes(
         raise ConfigError(lines)
 
 
-def unused_allows(saved: Recipe, wanted: Recipe, allow: list[str]) -> list[str]:
+def unused_allows(saved: Recipe, resumed: Recipe, allow: list[str]) -> list[str]:
     """Returns the keys of `allow` that match no changed key."""
-    changed = changes(saved, wanted)
+    changed = changes(saved, resumed)
     unused = []
     for key in allow:
         if not any(matches(changed_key, [short(full(key))]) for changed_key in changed):

@@ -94,20 +94,20 @@ def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
     return selected
 
 
-def whole_boxes(named: Mapping[str, Tensor]) -> Boxes:
+def whole_boxes(tensors: Mapping[str, Tensor]) -> Boxes:
     """Returns each full tensor as one box. Several names of one tensor make one box."""
     boxes = []
-    for name, *aliases in names_by_tensor(named):
-        tensor = named[name]
+    for name, *aliases in names_by_tensor(tensors):
+        tensor = tensors[name]
         shape = tuple(tensor.shape)
         boxes.append(TensorBox(name, shape, (0,) * len(shape), tensor, aliases=tuple(aliases)))
     return boxes
 
 
-def names_by_tensor(named: Mapping[str, Tensor]) -> list[list[str]]:
+def names_by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Returns the names of each tensor. A tied embedding is one tensor with two names."""
     names: dict[Any, list[str]] = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         key: Any = name  # empty tensors have no memory
         if tensor.numel():
             key = _memory_key(tensor)

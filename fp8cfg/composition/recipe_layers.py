@@ -184,7 +184,7 @@ def _choice_layer(
     group: str,
     name: str,
     library: Library,
-    below: Sequence[Layer],
+    lower_layers: Sequence[Layer],
     rank: Rank,
     chosen_by: Location | None,
 ) -> Layer:
@@ -194,7 +194,7 @@ def _choice_layer(
         group: Group of the choice.
         name: Name of the choice.
         library: The choices of each group.
-        below: The layers so far.
+        lower_layers: The layers so far.
         rank: Rank of the values.
         chosen_by: The argument or file that made the choice.
     """
@@ -208,7 +208,7 @@ def _choice_layer(
     else:
         choice = part_of(group, name, library)
         if group in MERGING_GROUPS:
-            choice = choice.over(group, fold(below).values)  # a task makes no recipe larger
+            choice = choice.over(group, fold(lower_layers).values)  # a task makes no recipe larger
         location = Location(file=path, node=choice.package)
         layer = Layer(Source.PRESET, location, choice.values, rank)
     return replace(layer, group=group, name=name, chosen_by=chosen_by)
@@ -307,7 +307,9 @@ def data_layers(
     return layers[1:]
 
 
-def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Layer]) -> list[Layer]:
+def _step_layers(
+    step: Step, file: _File, library: Library, lower_layers: Sequence[Layer]
+) -> list[Layer]:
     """Returns the layers of one step of a file."""
     group, name = step.choice.group, step.choice.name
     rank = Rank.RECIPE
@@ -332,7 +334,7 @@ def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Laye
         chosen = part_of(group, name, library).chosen
         line = "{0}={1}: chooses {2} on the command line only; write '/{2}: {3}' in this file too"
         refuse_if([line.format(group, name, *choice) for choice in chosen.items()])
-    return [_choice_layer(group, name, library, below, rank, chosen_by)]
+    return [_choice_layer(group, name, library, lower_layers, rank, chosen_by)]
 
 
 def _own_values_layer(step: Step, rank: Rank, chosen_by: Location | None) -> Layer:

@@ -20,12 +20,12 @@ from fp8cfg.schema.recipe import Recipe, fields
 from fp8cfg.schema.safe_files import dump_yaml, read_text
 
 
-def flat(node: Node, at: str = "") -> dict[str, Any]:
-    """Returns the value of every leaf below `node` by full key. `at` is the node's own key."""
+def flat(node: Node, prefix: str = "") -> dict[str, Any]:
+    """Returns the value of every leaf below `node` by full key. `prefix` is the node's own key."""
     values: dict[str, Any] = {}
     for name in type(node).model_fields:
         value = getattr(node, name)
-        key = f"{at}.{name}" if at else name
+        key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, Node):
             values |= flat(value, key)
         else:
@@ -33,11 +33,11 @@ def flat(node: Node, at: str = "") -> dict[str, Any]:
     return values
 
 
-def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+def flat_data(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of nested mappings by dotted key."""
     values: dict[str, Any] = {}
     for name, value in data.items():
-        key = f"{at}.{name}" if at else name
+        key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, Mapping):
             values |= flat_data(value, key)
         else:
@@ -156,12 +156,12 @@ def key_lines(path: Path) -> dict[str, int]:
     return lines
 
 
-def _add_lines(node: yaml.Node, at: str, lines: dict[str, int]) -> None:
-    """Adds the line of each key below a YAML node whose key, with a dot, is `at`."""
+def _add_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
+    """Adds the line of each key below a YAML node whose key, with a dot, is `prefix`."""
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
-            lines[f"{at}{index}"] = entry.start_mark.line + 1
-            _add_lines(entry, f"{at}{index}.", lines)
+            lines[f"{prefix}{index}"] = entry.start_mark.line + 1
+            _add_lines(entry, f"{prefix}{index}.", lines)
     if not isinstance(node, yaml.MappingNode):
         return
     # Keys of the mapping override keys that `<<` merges into it.
@@ -169,13 +169,13 @@ def _add_lines(node: yaml.Node, at: str, lines: dict[str, int]) -> None:
     for key, value in own_keys_first:
         if key.value == "<<":  # keys that are merged in
             if not isinstance(value, yaml.SequenceNode):
-                _add_lines(value, at, lines)
+                _add_lines(value, prefix, lines)
                 continue
             for mapping in value.value:
-                _add_lines(mapping, at, lines)
-        elif at + key.value not in lines:
-            lines[at + key.value] = key.start_mark.line + 1
-            _add_lines(value, f"{at}{key.value}.", lines)
+                _add_lines(mapping, prefix, lines)
+        elif prefix + key.value not in lines:
+            lines[prefix + key.value] = key.start_mark.line + 1
+            _add_lines(value, f"{prefix}{key.value}.", lines)
 
 
 _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"

@@ -51,13 +51,13 @@ class _Axis:
     arguments: list[str]
 
 
-def read(arguments: Iterable[str], library: Library, given: Recipe | None = None) -> Sweep:
+def read(arguments: Iterable[str], library: Library, base: Recipe | None = None) -> Sweep:
     """Parses the arguments of a sweep.
 
     Args:
         arguments: Arguments of the command line. A value may be a list of values.
         library: The choices of each group.
-        given: A recipe, instead of `recipe=`.
+        base: A recipe, instead of `recipe=`.
 
     Raises:
         ConfigError: One line for each value that a single run would reject.
@@ -68,7 +68,7 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
         try:
             axis = _read_axis(argument, library)
             key = axis.override.partition("=")[0]
-            _check_axis(argument, key, axis, key in axes, given is not None)
+            _check_axis(argument, key, axis, key in axes, base is not None)
             axes.pop(key, None)
             axes[key] = axis  # moves to the end: the last argument of a key counts
         except ConfigError as e:
@@ -79,8 +79,8 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
         raise ConfigError(f"more than {MAX_JOBS} jobs in one sweep")
     overrides = [axis.override for axis in axes.values()]
     combinations = [list(job) for job in product(*(axis.arguments for axis in axes.values()))]
-    nodes = _nodes(overrides, library, given)
-    if given is not None:
+    nodes = _nodes(overrides, library, base)
+    if base is not None:
         overrides = [f"recipe={GIVEN}", *overrides]
     return Sweep(overrides, combinations, nodes)
 
@@ -213,20 +213,20 @@ def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> 
     return names
 
 
-def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> Nodes:
+def _nodes(overrides: Iterable[str], library: Library, base: Recipe | None) -> Nodes:
     """Returns the node of every choice in `overrides`."""
     names: dict[str, list[str]] = {}
     for text in overrides:
         group, _, value = text.lstrip("+").partition("=")
         if group in library.groups():
             names[group] = value.split(",")
-    if given is None:
+    if base is None:
         names.setdefault("recipe", [default_recipe()])
     # Tasks and users' groups may choose in other groups.
     for group in [group for group in names if library.merging_group(group)]:
         for name in names[group]:
             for key, preset in part_of(group, name, library).chosen.items():
-                if key == "recipe" and given is not None:
+                if key == "recipe" and base is not None:
                     raise ConfigError(
                         f"{group}={name}: chooses recipe={preset}, but a recipe is already set"
                     )
@@ -236,6 +236,6 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
     nodes: Nodes = {}
     for group, choices in names.items():
         nodes[group] = {name: node(group, name, library) for name in choices if name != "null"}
-    if given is not None:
-        nodes["recipe"] = {GIVEN: listed(given)}
+    if base is not None:
+        nodes["recipe"] = {GIVEN: listed(base)}
     return nodes

@@ -19,9 +19,9 @@ def record_sources(recipe: Recipe, folded: Folded) -> None:
     vars(recipe)[_SOURCES] = sources
 
 
-def copy_sources(recipe: Recipe, other: Recipe) -> None:
-    """Copies the record of `recipe` to `other`, a recipe that was built from its values."""
-    vars(other)[_SOURCES] = vars(recipe).get(_SOURCES, {})
+def copy_sources(recipe: Recipe, target: Recipe) -> None:
+    """Copies the record of `recipe` to `target`, a recipe that was built from its values."""
+    vars(target)[_SOURCES] = vars(recipe).get(_SOURCES, {})
 
 
 def value_sources(recipe: Recipe) -> dict[str, str]:

@@ -81,8 +81,8 @@ class Schedule:
         if step >= self.warmup_steps + decay_steps:
             return self.min_lr
         done = (step - self.warmup_steps) / decay_steps
-        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return (self.max_lr - self.min_lr) * left + self.min_lr
+        remaining = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return (self.max_lr - self.min_lr) * remaining + self.min_lr
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Sets the learning rate for `step` in all parameter groups and returns it."""

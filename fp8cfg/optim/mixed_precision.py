@@ -218,9 +218,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self._owned = owned
         owned_names = {p: name for p, name in self.names.items() if self.owns(p)}
         # Drops only what belongs to other ranks. Unknown parameters are errors below.
-        others = self.names.keys() - owned_names.keys()
-        self.writers = {p: write for p, write in (writers or {}).items() if p not in others}
-        prepared = {p: master for p, master in (masters or {}).items() if p not in others}
+        other_parameters = self.names.keys() - owned_names.keys()
+        self.writers = {
+            p: write for p, write in (writers or {}).items() if p not in other_parameters
+        }
+        prepared = {p: master for p, master in (masters or {}).items() if p not in other_parameters}
         self.masters = make_masters(owned_names, prepared)
         # Parameters with a separate master, which is written back after each step.
         self._separate = {p: master for p, master in self.masters.items() if master is not p}
@@ -242,7 +244,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.counts = dict.fromkeys(self.names, 0)
         # Parameters of other ranks that had a gradient. See `drop_others`.
         self._dropped: set[nn.Parameter] = set()
-        self._written = WriteGuard(self.names, "their masters were made", self._separate)
+        self._write_guard = WriteGuard(self.names, "their masters were made", self._separate)
 
     def owns(self, p: nn.Parameter) -> bool:
         """Returns whether this rank keeps the state of `p` and steps it."""
@@ -272,7 +274,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         """
         if closure is not None:
             raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
-        self._written.check()
+        self._write_guard.check()
         norm = self._prepare_gradients()
         is_finite = self._decide(norm)
         if is_finite:
@@ -385,7 +387,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             # SGD has no step count. A momentum buffer shows that a parameter was stepped.
             self.counts[p] = int(entry.get("step", bool(entry["tensors"])))
         self.steps = int(json["steps"])
-        self._written.remember()
+        self._write_guard.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter group with the masters of this rank."""
@@ -430,7 +432,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             write(self.masters[p])
         for hook in self.on_written:
             hook()
-        self._written.remember()
+        self._write_guard.remember()
 
 
 def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:

@@ -217,25 +217,27 @@ def prepare_microbatch(model: nn.Module, shard: str, last: bool) -> None:
         last: Whether this is the last microbatch of the step.
     """
     assert isinstance(model, FSDPModule)
-    _set_gradient_sync(model, last, each=shard in REDUCES_EACH_MICROBATCH)
+    _set_gradient_sync(model, last, reduces_each=shard in REDUCES_EACH_MICROBATCH)
     # Weights stay gathered until the step's last backward pass. fsdp frees them after each.
     if shard != "fsdp":
         model.set_reshard_after_backward(last)
 
 
-def _set_gradient_sync(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
+def _set_gradient_sync(
+    module: FSDPModule, last: bool, reduces_each: bool, recurse: bool = True
+) -> None:
     """Sets whether the next backward pass reduces gradients.
 
     Args:
         module: An FSDP module.
         last: Whether this is the last microbatch.
-        each: Whether every microbatch reduces gradients.
+        reduces_each: Whether every microbatch reduces gradients.
         recurse: Whether to set modules inside too.
     """
-    module.set_requires_gradient_sync(last or each, recurse=recurse)
+    module.set_requires_gradient_sync(last or reduces_each, recurse=recurse)
     # Groups of ranks sum once a step. If sums have fewer bits than float32, they sum in each pass,
     # as without groups.
-    all_reduces_each = each and module not in _ACCUMULATES_FLOAT32
+    all_reduces_each = reduces_each and module not in _ACCUMULATES_FLOAT32
     module.set_requires_all_reduce(last or all_reduces_each, recurse=recurse)
 
 

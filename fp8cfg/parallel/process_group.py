@@ -316,15 +316,15 @@ _IDLE_LOOKS = 3
 """How often in a row all threads must sleep. A thread that waits for Python's lock sleeps once."""
 
 
-def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
+def wait_until_idle(patience: float = 10.0, interval: float = 0.01) -> bool:
     """Waits until gloo's threads are idle and have released their tensors.
 
     Sleeps, because the threads may need Python's lock. Linux shows their state in /proc. On other
-    systems it waits for a few times `every`.
+    systems it waits for a few times `interval`.
 
     Args:
         patience: Seconds to wait at most.
-        every: Seconds between two looks.
+        interval: Seconds between two looks.
 
     Returns:
         Whether they are idle.
@@ -337,7 +337,7 @@ def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
             return True
         is_idle = states is None or set(states) == {"S"}
         num_idle = num_idle + 1 if is_idle else 0
-        time.sleep(every)
+        time.sleep(interval)
     return num_idle == _IDLE_LOOKS
 
 

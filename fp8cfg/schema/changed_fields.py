@@ -30,16 +30,16 @@ def changed(node: Node, *names: str) -> list[str]:
     return [f"{key}={spelled(value)}" for key, value, _ in _changed_fields(node, names)]
 
 
-def idle(node: Node, names: Sequence[str], why: str, *caused_by: str) -> Iterator[Violation]:
+def idle(node: Node, names: Sequence[str], reason: str, *caused_by: str) -> Iterator[Violation]:
     """Yields a violation for each of the fields `names` of `node` that was changed.
 
     Args:
         node: The node.
         names: The fields without effect.
-        why: The end of the message after "has no effect".
+        reason: The end of the message after "has no effect".
         caused_by: Short names of the keys responsible for that.
     """
-    return conflicting(node, names, f"has no effect{why}", *caused_by)
+    return conflicting(node, names, f"has no effect{reason}", *caused_by)
 
 
 def conflicting(

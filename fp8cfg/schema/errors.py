@@ -87,17 +87,17 @@ def refuse_if(problems: Sequence[str | Violation]) -> None:
         raise ConfigError(problems)
 
 
-def expect(call: str, value: object, kind: type, what: str) -> None:
+def expect(call: str, value: object, kind: type, description: str) -> None:
     """Raises ConfigError if an argument has the wrong type.
 
     Args:
         call: Name of the called function, for the message.
         value: The argument.
         kind: The expected type.
-        what: The expected type in words, such as "a Recipe".
+        description: The expected type in words, such as "a Recipe".
     """
     if not isinstance(value, kind):
-        raise ConfigError(f"{call}: expected {what}, got {type(value).__name__}")
+        raise ConfigError(f"{call}: expected {description}, got {type(value).__name__}")
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:

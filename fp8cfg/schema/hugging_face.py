@@ -206,9 +206,9 @@ FAMILIES: dict[str, Family] = {}
 """Registered families by model_type."""
 
 
-def family(model_type: str, architecture: str, model: Model, **others: Any) -> Family:
+def family(model_type: str, architecture: str, model: Model, **fields: Any) -> Family:
     """Registers a family and returns it. Takes the fields of Family as arguments."""
-    new = Family(model_type, architecture, model, **others)
+    new = Family(model_type, architecture, model, **fields)
     FAMILIES[model_type] = new
     return new
 

@@ -53,16 +53,16 @@ def preset_keys(node: Any) -> frozenset[str]:
     return names
 
 
-def written(node: Any, name: str, before: frozenset[str]) -> None:
+def written(node: Any, name: str, previous: frozenset[str]) -> None:
     """Records an assignment by the user.
 
     Args:
         node: The node.
         name: The assigned field.
-        before: `preset_keys` before the assignment. pydantic drops the record on assignment.
+        previous: `preset_keys` before the assignment. pydantic drops the record on assignment.
     """
-    if before:
-        record(node, before - {name})
+    if previous:
+        record(node, previous - {name})
 
 
 _WORDS = {None: "null", True: "true", False: "false"}

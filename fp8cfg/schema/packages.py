@@ -26,14 +26,14 @@ def load(point: importlib.metadata.EntryPoint) -> Any:
         return None
 
 
-def warn(point: importlib.metadata.EntryPoint, what: str) -> None:
+def warn(point: importlib.metadata.EntryPoint, problem: str) -> None:
     """Warns about a skipped entry point.
 
     Args:
         point: The entry point.
-        what: The reason, as the end of a sentence.
+        problem: The reason, as the end of a sentence.
     """
-    warnings.warn(f"{described(point)} {what}; it is skipped", PackageWarning, stacklevel=3)
+    warnings.warn(f"{described(point)} {problem}; it is skipped", PackageWarning, stacklevel=3)
 
 
 def described(point: importlib.metadata.EntryPoint) -> str:

@@ -255,10 +255,10 @@ def _text(recipe: Recipe) -> str:
     return "\n".join([*lines, *_paragraphs(default_leaves)])
 
 
-def _paragraphs(found: list[Leaf]) -> Iterator[str]:
+def _paragraphs(leaves: list[Leaf]) -> Iterator[str]:
     """Yields one paragraph per node, such as `  fp8: enabled=true, margin=1`."""
     by_node: dict[str, list[str]] = {}
-    for leaf in found:
+    for leaf in leaves:
         node, _, name = leaf.key.rpartition(".")
         by_node.setdefault(node, []).append(f"{name}={shown(leaf.value)}")
     for node, values in by_node.items():

@@ -227,8 +227,8 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
         yield from _no_transpose(fp8, f"{dgrad}=true reads no transpose; remove one of them", dgrad)
 
 
-def _no_transpose(fp8: FP8, why: str, *caused_by: str) -> Iterator[Violation]:
+def _no_transpose(fp8: FP8, reason: str, *caused_by: str) -> Iterator[Violation]:
     """Rejects fp8.keep_transpose_cache=true if no layer has a transpose to keep."""
     if fp8.keep_transpose_cache:
         key = fp8.key("keep_transpose_cache")
-        yield Violation(f"{key}=true", f"has no effect, {why}", [(key, False)], caused_by)
+        yield Violation(f"{key}=true", f"has no effect, {reason}", [(key, False)], caused_by)

@@ -117,32 +117,32 @@ def plain_text(data: bytes, path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse_yaml(text: str, where: str, interpolations: bool = False) -> dict[str, Any]:
+def parse_yaml(text: str, source: str, interpolations: bool = False) -> dict[str, Any]:
     """Parses YAML text with a mapping. Caches recently parsed texts.
 
     Args:
         text: The text.
-        where: Name of the file, for errors.
+        source: Name of the file, for errors.
         interpolations: Whether values may contain `${...}`, as in files of other projects.
 
     Raises:
         ConfigError: See `read_yaml`.
     """
     # Callers may change the result, and must not change the cached one.
-    return copy.deepcopy(_parse_yaml(text, where, interpolations))
+    return copy.deepcopy(_parse_yaml(text, source, interpolations))
 
 
 @functools.lru_cache(64)
-def _parse_yaml(text: str, where: str, interpolations: bool) -> dict[str, Any]:
+def _parse_yaml(text: str, source: str, interpolations: bool) -> dict[str, Any]:
     """Parses YAML text. See `parse_yaml`."""
     if yaml.__with_libyaml__:
         # Ten times as fast. The pure Python loader has better messages for invalid YAML.
         with suppress(yaml.YAMLError):
-            return _parse_with(_FastLoader, text, where, interpolations)
-    return _parse_with(_Loader, text, where, interpolations)
+            return _parse_with(_FastLoader, text, source, interpolations)
+    return _parse_with(_Loader, text, source, interpolations)
 
 
-def _parse_with(loader: Any, text: str, where: str, interpolations: bool) -> dict[str, Any]:
+def _parse_with(loader: Any, text: str, source: str, interpolations: bool) -> dict[str, Any]:
     """Parses YAML text with a loader of PyYAML. Invalid YAML raises YAMLError with _FastLoader."""
 
     def load() -> Any:
@@ -150,40 +150,40 @@ def _parse_with(loader: Any, text: str, where: str, interpolations: bool) -> dic
 
     try:
         _check_bounds(text, loader)
-        return _load_mapping(load, where, interpolations)
+        return _load_mapping(load, source, interpolations)
     except ConfigError as error:
-        raise _with_file(error, where) from None
+        raise _with_file(error, source) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if loader is not _Loader and isinstance(error, yaml.YAMLError):
             raise
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or type(error).__name__
-        raise ConfigError(f"{where}: {line}not valid YAML ({problem})") from None
+        raise ConfigError(f"{source}: {line}not valid YAML ({problem})") from None
 
 
-def parse_json(text: str, where: str) -> dict[str, Any]:
+def parse_json(text: str, source: str) -> dict[str, Any]:
     """Parses JSON text with a mapping. See `parse_yaml`."""
 
     def load() -> Any:
         return json.loads(text, object_pairs_hook=unique_keys)
 
     try:
-        return _load_mapping(load, where)
+        return _load_mapping(load, source)
     except ConfigError as error:
-        raise _with_file(error, where) from None
+        raise _with_file(error, source) from None
     except (ValueError, RecursionError) as error:
         line = f"line {error.lineno}: " if isinstance(error, json.JSONDecodeError) else ""
         problem = getattr(error, "msg", type(error).__name__)
-        raise ConfigError(f"{where}: {line}not valid JSON ({problem})") from None
+        raise ConfigError(f"{source}: {line}not valid JSON ({problem})") from None
 
 
-def _with_file(error: ConfigError, where: str) -> ConfigError:
+def _with_file(error: ConfigError, source: str) -> ConfigError:
     """Returns the error with the name of the file at the start of each line, once."""
     lines = []
     for line in error.problems:
-        if not line.startswith(where):
-            line = f"{where}: {line}"
+        if not line.startswith(source):
+            line = f"{source}: {line}"
         lines.append(line)
     return ConfigError(lines)
 
@@ -199,24 +199,24 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _load_mapping(
-    load: Callable[[], Any], where: str, interpolations: bool = False
+    load: Callable[[], Any], source: str, interpolations: bool = False
 ) -> dict[str, Any]:
     """Loads a mapping and checks it with `plain`.
 
     Args:
         load: Parses the text.
-        where: Name of the file, for errors.
+        source: Name of the file, for errors.
         interpolations: See `parse_yaml`.
 
     Raises:
         ConfigError: It is no mapping, or `plain` rejects it.
     """
-    data = plain(load(), where, interpolations=interpolations)
+    data = plain(load(), source, interpolations=interpolations)
     # An empty file is an empty mapping.
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected keys and values, got {type(data).__name__}")
+        raise ConfigError(f"{source}: expected keys and values, got {type(data).__name__}")
     return data
 
 
@@ -241,12 +241,12 @@ def _check_bounds(text: str, loader: Any) -> None:
             )
 
 
-def plain(data: Any, where: str, key: str = "", interpolations: bool = False) -> Any:
+def plain(data: Any, source: str, key: str = "", interpolations: bool = False) -> Any:
     """Returns a checked copy of parsed data.
 
     Args:
         data: The data. Each use of an alias counts as new values.
-        where: Name of the file, for errors.
+        source: Name of the file, for errors.
         key: Prefix of the keys, for errors.
         interpolations: Whether values may contain `${...}`.
 
@@ -259,13 +259,13 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
         nonlocal budget
         budget -= 1
         if budget < 0:
-            raise ConfigError(f"{where}: more than {MAX_NODES} values")
+            raise ConfigError(f"{source}: more than {MAX_NODES} values")
         if isinstance(value, dict):
             for name in value:
                 # Hydra and Fiddle would call the value of such a key. Dotted names count too.
                 if str(name).rsplit(".", 1)[-1] in CODE_KEYS:
                     raise ConfigError(
-                        f"{where}: {prefix}{name}: a recipe cannot name code to run; values name"
+                        f"{source}: {prefix}{name}: a recipe cannot name code to run; values name"
                         " things by registry key, as in optim.name=adamw"
                     )
             return {name: copy_value(inner, f"{prefix}{name}.") for name, inner in value.items()}
@@ -274,7 +274,7 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
         # OmegaConf resolves ${oc.env:NAME}, which would copy an environment variable into a run.
         if isinstance(value, str) and "${" in value and not interpolations:
             raise ConfigError(
-                f"{where}: {prefix.rstrip('.')}: interpolation ({value}) is not accepted; write the"
+                f"{source}: {prefix.rstrip('.')}: interpolation ({value}) is not accepted; write the"
                 " value"
             )
         return value

@@ -96,7 +96,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.grad_factor: float | Tensor = 1.0
         self._step_keys: dict[nn.Parameter, Tensor] = {}
         self.gradients = StoredGradients(self.names, self._key)
-        self._written = WriteGuard(self.names, "the optimizer had stored their values")
+        self._write_guard = WriteGuard(self.names, "the optimizer had stored their values")
         self.encoded_weights = dict(encoded_weights or {})
         self.writers = dict(writers or {})
         self._owned = owned
@@ -130,7 +130,7 @@ class LowBitOptimizer(NamedOptimizer):
             if name in self.names.values():
                 raise ValueError(f"two parameters are named {name}, and state is kept by name")
             self._add(name, parameter, group["columns"])
-        self._written.remember()
+        self._write_guard.remember()
 
     def _add(self, name: str, parameter: nn.Parameter, columns: Columns) -> None:
         """Creates the state of one parameter."""
@@ -158,7 +158,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.state[parameter] = {**state, "step": 0, "codecs": codecs}
         # A write to such a parameter by other code would be lost in the next step.
         if "master" in state or "weight" in state:
-            self._written.watch(parameter)
+            self._write_guard.watch(parameter)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Returns whether this rank keeps the state of a parameter and steps it."""
@@ -177,7 +177,7 @@ class LowBitOptimizer(NamedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._written.check()
+        self._write_guard.check()
         self.store_grads()
         self._update()
         self.write_parameters()
@@ -265,7 +265,7 @@ class LowBitOptimizer(NamedOptimizer):
         for parameter, write in self.writers.items():
             if self.owns(parameter):
                 write(self._decode_master(parameter))
-        self._written.remember()
+        self._write_guard.remember()
 
     def _decode_master(self, parameter: nn.Parameter) -> Tensor:
         """Returns the float32 master of a parameter."""
@@ -351,7 +351,7 @@ class LowBitOptimizer(NamedOptimizer):
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])
         self._step_keys.clear()
-        self._written.remember()
+        self._write_guard.remember()
 
     def _encoded_weight(self, parameter: nn.Parameter) -> EncodedTensor | None:
         """Returns the tensors of a weight that is stored with a scale, or None."""
@@ -444,7 +444,7 @@ class LowBitTraining(LowBitOptimizer):
         """
         if closure is not None:
             raise TypeError("step takes no closure: the loss may be scaled")
-        self._written.check()
+        self._write_guard.check()
         self.store_grads()
         finite = self._prepare_gradients()
         if finite:
@@ -454,7 +454,7 @@ class LowBitTraining(LowBitOptimizer):
             hook()
         if finite and self._should_write():
             self.write_parameters()
-        self._written.remember()
+        self._write_guard.remember()
         self.gradients.was_read = True
         return finite
 
@@ -478,7 +478,7 @@ class LowBitTraining(LowBitOptimizer):
         super().write_parameters()
         for hook in self.on_written:
             hook()
-        self._written.remember()
+        self._write_guard.remember()
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:

@@ -344,8 +344,8 @@ def _write_scales(slots: Sequence[Slot], scales: Sequence[Scales], skip: Tensor 
     if not old_scales:
         return
     if skip is not None:
-        kept = torch.where(skip, torch.stack(old_scales), torch.stack(new_scales))
-        new_scales = list(kept.unbind())
+        chosen = torch.where(skip, torch.stack(old_scales), torch.stack(new_scales))
+        new_scales = list(chosen.unbind())
     torch._foreach_copy_(old_scales, new_scales)
 
 

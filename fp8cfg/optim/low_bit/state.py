@@ -203,21 +203,21 @@ def convert_codecs(
         _rename_float32_master(saved_codecs, expected_codecs)
         for column in ("exp_avg", "exp_avg_sq"):
             blockwise = _blockwise_codecs(columns, column)
-            saved, wanted = saved_codecs.get(column), expected_codecs[column]
+            saved, target = saved_codecs.get(column), expected_codecs[column]
             data_name = f"{name}.{column}"
             scale_name = f"{data_name}.scale_inv"
-            if saved in blockwise and wanted == "fp32":
+            if saved in blockwise and target == "fp32":
                 data = local(tensors[data_name])
                 first = first_element(parameter, starts.get(parameter))
                 values = decode_shard(blockwise[saved], data, tensors.pop(scale_name), first)
                 tensors[data_name] = to_sharded(values, parameter, is_data=True)
-                saved_codecs[column] = wanted
-            elif saved == "fp32" and wanted in blockwise:
+                saved_codecs[column] = target
+            elif saved == "fp32" and target in blockwise:
                 values = local(tensors[data_name]).float()
-                data, scale = blockwise[wanted].encode(values, key(parameter, column))
+                data, scale = blockwise[target].encode(values, key(parameter, column))
                 tensors[data_name] = to_sharded(data, parameter, is_data=True)
                 tensors[scale_name] = to_sharded(scale, parameter, is_data=False)
-                saved_codecs[column] = wanted
+                saved_codecs[column] = target
     return tensors, {**json, "state": entries}
 
 
