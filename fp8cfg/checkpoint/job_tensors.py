@@ -311,8 +311,7 @@ def refuse_other_base(recipe: Recipe, base: dict[str, Any] | None) -> None:
         saved = f"{base['weights']} (sha256 {base['sha256'][:12]})"
     raise ConfigError(
         f"model.weights={recipe.model.weights}: the adapters of this run were trained on {saved};"
-        " set"
-        " it to those weights"
+        " set it to those weights"
     )
 
 

@@ -430,8 +430,8 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
         if rank_source != sources[0]:
             raise NoUsableCheckpoint(
                 f"rank 0 would resume from {sources[0][0]}, but rank {rank} from {rank_source[0]}"
-                " of"
-                " another checkpoint; all ranks need the same run folder on a shared file system"
+                " of another checkpoint; all ranks need the same run folder on a shared file"
+                " system"
             )
 
 

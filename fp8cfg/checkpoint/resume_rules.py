@@ -170,10 +170,10 @@ def unused_allows(saved: Recipe, resumed: Recipe, allow: list[str]) -> list[str]
     return unused
 
 
-def can_resume(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
+def can_resume(saved: Recipe, resumed: Recipe, allow: list[str]) -> bool:
     """Returns whether `refuse_changes` accepts the recipe."""
     try:
-        refuse_changes(saved, wanted, allow)
+        refuse_changes(saved, resumed, allow)
     except ConfigError:
         return False
     return True

@@ -80,13 +80,13 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     return _checked(compose_file_layers(data_layers(data, Path("YAML"), library)))
 
 
-def _checked(settled: ResolvedRecipe) -> Recipe:
+def _checked(resolved: ResolvedRecipe) -> Recipe:
     """Logs the notes and returns the recipe. Raises ConfigError with its problems."""
-    refuse_if(settled.problems)
-    for line in settled.notes:
+    refuse_if(resolved.problems)
+    for line in resolved.notes:
         logging.getLogger("fp8cfg").warning(line)
-    fp8 = settled.recipe.fp8
+    fp8 = resolved.recipe.fp8
     # Recorded for `build`: a preset's fields may still yield to values assigned in Python.
-    of_preset = [name for name in type(fp8).model_fields if fp8.key(name) not in settled.written]
+    of_preset = [name for name in type(fp8).model_fields if fp8.key(name) not in resolved.written]
     record(fp8, of_preset)
-    return settled.recipe
+    return resolved.recipe

@@ -262,14 +262,14 @@ class Step:
     Attributes:
         choice: The entry.
         path: The file with the entry.
-        above: The files built on that file.
+        derived_files: The files built on that file.
         values: The file's own values, if the choice is `_self_`.
         chosen_by: The file and the key that chose this file.
     """
 
     choice: Choice
     path: Path
-    above: tuple[Path, ...] = ()
+    derived_files: tuple[Path, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     chosen_by: tuple[Path, str] | None = None
 
@@ -321,7 +321,7 @@ def file_steps(
     data: Mapping[str, Any],
     path: Path,
     library: Library,
-    above: tuple[Path, ...] = (),
+    derived_files: tuple[Path, ...] = (),
     overridden: Overriding | None = None,
     chosen_by: tuple[Path, str] | None = None,
 ) -> Iterator[Step]:
@@ -331,7 +331,7 @@ def file_steps(
         data: The file's content.
         path: The file.
         library: The choices of each group.
-        above: The files that build on this one.
+        derived_files: The files that build on this one.
         overridden: Choices of the files above that replace choices of this one.
         chosen_by: The file and the key that chose this file.
 
@@ -340,7 +340,7 @@ def file_steps(
     """
     values = dict(data)
     choices = take_choices(values, library)
-    if path in above or len(above) >= _MAX_BASES:
+    if path in derived_files or len(derived_files) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
     overriding = {choice.group: (path, choice) for choice in choices if choice.override}
     # Choices of files above win.
@@ -356,14 +356,14 @@ def file_steps(
         if not entry.free and entry.group in overriding:
             source, choice = overriding[entry.group]
         if choice.group == SELF:
-            yield Step(choice, path, above, values, chosen_by)
+            yield Step(choice, path, derived_files, values, chosen_by)
         elif choice.group == "recipe":
             overridden_below = {
                 g: choice_above for g, choice_above in overriding.items() if g not in chosen_here
             }
-            yield from _base_steps(choice, source, path, library, above, overridden_below)
+            yield from _base_steps(choice, source, path, library, derived_files, overridden_below)
         elif choice.name and not _is_missing(choice, library):
-            yield Step(choice, source, above)
+            yield Step(choice, source, derived_files)
 
 
 def _is_missing(choice: Choice, library: Library) -> bool:
@@ -376,7 +376,7 @@ def _base_steps(
     source: Path,
     path: Path,
     library: Library,
-    above: tuple[Path, ...],
+    derived_files: tuple[Path, ...],
     overriding: Overriding,
 ) -> Iterator[Step]:
     """Yields the steps of the recipe `choice` that the file `path` builds on.
@@ -387,27 +387,27 @@ def _base_steps(
     base = None
     if library.problem("recipe", choice.name) is None:
         base = library.file("recipe", choice.name)
-    path_above = (*above, path.resolve())
+    with_this_file = (*derived_files, path.resolve())
     passed: dict[str, tuple[Path, Choice]] = {}
     # A user's file with the name of a shipped recipe builds on the shipped one.
     if base is not None and base != path.resolve():
         for group, replacement in overriding.items():
-            if _has_choice(group, base, library, path_above):
+            if _has_choice(group, base, library, with_this_file):
                 passed[group] = replacement
         chosen_by = None
         if choice.key:
             chosen_by = (source, choice.key)
-        yield from file_steps(library.data(base), base, library, path_above, passed, chosen_by)
+        yield from file_steps(library.data(base), base, library, with_this_file, passed, chosen_by)
     else:
-        yield Step(choice, source, above)
+        yield Step(choice, source, derived_files)
     for group, (file, replacement_choice) in overriding.items():
         if group not in passed and replacement_choice.name:
-            yield Step(replacement_choice, file, above)
+            yield Step(replacement_choice, file, derived_files)
 
 
-def _has_choice(group: str, path: Path, library: Library, above: tuple[Path, ...]) -> bool:
+def _has_choice(group: str, path: Path, library: Library, derived_files: tuple[Path, ...]) -> bool:
     """Returns whether a file, or a file that it builds on, chooses from `group`."""
-    if path in above or len(above) >= _MAX_BASES:
+    if path in derived_files or len(derived_files) >= _MAX_BASES:
         return False
     choices = take_choices(dict(library.data(path)), library)
     if any(choice.group == group and not choice.free for choice in choices):
@@ -415,7 +415,7 @@ def _has_choice(group: str, path: Path, library: Library, above: tuple[Path, ...
     for choice in choices:
         if choice.group == "recipe" and choice.name:
             base = library.file("recipe", choice.name)
-            return base is not None and _has_choice(group, base, library, (*above, path))
+            return base is not None and _has_choice(group, base, library, (*derived_files, path))
     return False
 
 

@@ -327,8 +327,7 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
     if "precision.loss_scale_window" in written and has_dynamic_scale and growth >= steps:
         yield (
             f"note: precision.loss_scale_window={growth}: the scale never grows, because the run"
-            " ends with"
-            f" trainer.max_steps={steps}"
+            f" ends with trainer.max_steps={steps}"
         )
     fp8 = recipe.fp8
     has_history = fp8.enabled and SCALINGS[fp8.scaling].history
@@ -351,12 +350,12 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
         )
 
 
-def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
+def _with_run_remarks(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Adds remarks about initial weights and checkpoints of a run."""
-    recipe = settled.recipe
+    recipe = resolved.recipe
     steps, interval = recipe.trainer.max_steps, recipe.checkpoint.every_n_steps
     task = None
-    for layer in settled.layers:
+    for layer in resolved.layers:
         if layer.group == "task":
             task = layer.name
     lines: list[str] = []
@@ -366,15 +365,14 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
             f"note: task={task}: model.weights=null, so it starts from random weights; set"
             " model.weights=FOLDER"
         )
-    if interval > steps and "checkpoint.every_n_steps" in settled.written:
+    if interval > steps and "checkpoint.every_n_steps" in resolved.written:
         lines.append(
             f"note: checkpoint.every_n_steps={interval}: saves only at the end, because the run"
-            " ends with"
-            f" trainer.max_steps={steps}"
+            f" ends with trainer.max_steps={steps}"
         )
-    mark_reported(settled.recipe)
-    record_sources(settled.recipe, settled.folded)
-    return replace(settled, remarks=(*settled.remarks, *lines))
+    mark_reported(resolved.recipe)
+    record_sources(resolved.recipe, resolved.folded)
+    return replace(resolved, remarks=(*resolved.remarks, *lines))
 
 
 # Recipes changed in Python.

@@ -168,10 +168,10 @@ class _AllGather(DefaultAllGather):
         self.world = world
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **options: Any
     ) -> Any:
         SENT.add("weights", (self.world.size - 1) * input_tensor.nbytes)
-        return super().__call__(output_tensor, input_tensor, *rest, **options)
+        return super().__call__(output_tensor, input_tensor, *arguments, **options)
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -186,7 +186,7 @@ class _ReduceScatter(DefaultReduceScatter):
         self.dtype = dtype
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **options: Any
     ) -> Any:
         needs_cast = input_tensor.dtype != self.dtype
         reduced = output_tensor
@@ -195,7 +195,7 @@ class _ReduceScatter(DefaultReduceScatter):
             reduced = torch.empty_like(output_tensor, dtype=self.dtype)
         # On a ring a rank sends every shard but one.
         SENT.add("gradients", (self.world.size - 1) * reduced.nbytes)
-        work = super().__call__(reduced, input_tensor, *rest, **options)
+        work = super().__call__(reduced, input_tensor, *arguments, **options)
         if needs_cast:
             output_tensor.copy_(reduced)
         return work

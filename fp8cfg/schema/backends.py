@@ -134,14 +134,14 @@ def package(name: str) -> Any:
     return loaded
 
 
-def part(name: str, which: str) -> Any:
+def part(name: str, module: str) -> Any:
     """Returns `rules` or `backend` of a backend, and imports it if it is a module.
 
     They are separate so that a plan can load the rules without torch or the backend's library.
 
     Args:
         name: Name of the backend.
-        which: "rules" or "backend".
+        module: "rules" or "backend".
 
     Raises:
         ConfigError: The backend is unknown, or an installed package is broken.
@@ -154,23 +154,23 @@ def part(name: str, which: str) -> Any:
             f"backend={name}: {packages.described(offered()[name])} cannot be loaded; set"
             " backend=native"
         )
-    if (name, which) not in _PARTS:
+    if (name, module) not in _PARTS:
         try:
             # An attribute is an object, or a module that the package imports. Otherwise it is a
             # module that is not loaded yet.
-            loaded_part = getattr(backend_package, which, None)
+            loaded_part = getattr(backend_package, module, None)
             if loaded_part is None:
-                loaded_part = importlib.import_module(f"{backend_package.__name__}.{which}")
+                loaded_part = importlib.import_module(f"{backend_package.__name__}.{module}")
         except Exception as error:
             # A bug of ours needs its traceback. For another package one line is enough.
             if name in shipped():
                 raise
             raise ConfigError(
-                f"backend={name}: {packages.described(offered()[name])} has no {which} "
+                f"backend={name}: {packages.described(offered()[name])} has no {module} "
                 f"({packages.reason(error)}); set backend=native"
             ) from None
-        _PARTS[name, which] = loaded_part
-    return _PARTS[name, which]
+        _PARTS[name, module] = loaded_part
+    return _PARTS[name, module]
 
 
 def loaded(name: str) -> bool:

@@ -82,8 +82,7 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
             yield Violation(
                 f"model.hidden_size={model.hidden_size}",
                 f"gives heads of {model.head_dim} channels, but rotary positions need an even"
-                " number;"
-                f" nearest is {nearest_multiple(model.hidden_size, 2 * heads)}, or set"
+                f" number; nearest is {nearest_multiple(model.hidden_size, 2 * heads)}, or set"
                 " model.kv_channels",
             )
         else:
@@ -187,8 +186,7 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
             yield Violation(
                 f"model.rotary_percent={model.rotary_percent:g}",
                 f"rotates {channels:g} of {model.head_dim} channels of a head, but the number must"
-                " be"
-                f" even; nearest is {nearest:g}",
+                f" be even; nearest is {nearest:g}",
             )
         return
     yield from idle(
@@ -207,8 +205,7 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield Violation(
             f"model.seq_length={model.seq_length}",
             f"longer than model.max_position_embeddings={positions}, the learned positions; set it"
-            " to"
-            f" {positions} or less",
+            f" to {positions} or less",
         )
 
 

@@ -186,8 +186,7 @@ def lost_updates(
         yield Violation(
             f"optim.lr={lr:g}",
             f"storage.{column}={dtype} loses most updates below {smallest_update:.2g} of weights"
-            " around"
-            f" {weight_size:g}; set storage.rounding=stochastic or"
+            f" around {weight_size:g}; set storage.rounding=stochastic or"
             " storage.master_weight=fp32",
             fixes,
             ["optim.lr", "storage.rounding", "storage.weight", "storage.master_weight"],

@@ -151,7 +151,9 @@ def _attention_rules(fp8: FP8) -> Iterator[Violation]:
         yield Violation(f"{multi}=true", f"needs {dot}=true", [(multi, False)], [dot])
     if fp8.multi_head_attention and "multi_head_attention" not in scaling.attention:
         supported = [
-            name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention
+            name
+            for name, scaling in SCALINGS.items()
+            if "multi_head_attention" in scaling.attention
         ]
         yield Violation(
             f"{multi}=true",

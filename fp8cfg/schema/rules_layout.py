@@ -74,8 +74,7 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield Violation(
             f"trainer.num_nodes x trainer.devices = {world}",
             f"must be a multiple of tensor x pipeline x context parallel size = {strategy.size};"
-            " set"
-            f" {_nearest_machines(trainer)}{strategy.smaller(world)}",
+            f" set {_nearest_machines(trainer)}{strategy.smaller(world)}",
             source="layout",
         )
         return
@@ -236,8 +235,7 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
             yield Violation(
                 f"{key}={groups}",
                 "leaves one rank per group, so nothing is sharded; set storage.shard=none, or set"
-                " it"
-                " to 1",
+                " it to 1",
                 [(key, 1)],
                 ["trainer.num_nodes", "trainer.devices"],
             )

@@ -335,8 +335,7 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
             storage,
             ("gather",),
             f" with storage.shard={storage.shard}, which keeps full weights on every rank; remove"
-            " it"
-            " or set storage.shard=fsdp",
+            " it or set storage.shard=fsdp",
             "storage.shard",
         )
         return
