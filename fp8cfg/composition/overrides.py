@@ -361,9 +361,9 @@ class Overrides:
                 override = parse_argument(argument, library)
                 if override.group == "recipe" and has_recipe:
                     raise ConfigError(f"{argument}: a recipe is already set; remove one of them")
-            except ConfigError as e:
+            except ConfigError as error:
                 # Report the problems of all arguments at once.
-                problems += e.problems
+                problems += error.problems
                 continue
             if override.name:
                 choices[override.group] = override
@@ -389,8 +389,8 @@ def parse_argument(argument: str, library: Library) -> Override:
     """Parses and checks one argument. Raises ConfigError, see `Overrides.parse`."""
     try:
         return _parse_argument(argument, library)
-    except ConfigError as e:
-        if e.problems == [key_exists(argument)]:
+    except ConfigError as error:
+        if error.problems == [key_exists(argument)]:
             _parse_argument(argument.lstrip("+"), library)  # that line's advice must be valid
         raise
 
@@ -484,6 +484,6 @@ def _check_mapping(key: str, value: Any, node: type[Node]) -> None:
             continue
         try:
             _check_value(inner_key, inner)
-        except ConfigError as e:
-            problems += e.problems
+        except ConfigError as error:
+            problems += error.problems
     refuse_if(problems)

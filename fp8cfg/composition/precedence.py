@@ -171,8 +171,8 @@ def composed(
     """
     try:
         overrides = Overrides.parse(arguments, library, file is not None or base is not None)
-    except ConfigError as e:
-        raise ConfigError([*e.problems, *_file_problems(file, library)]) from None
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *_file_problems(file, library)]) from None
     layers = collect_layers(overrides, library, file, base)
     resolved = resolve_conflicts(layers, sweep, change_harmless=base is None)
     # A launcher's machines count only if the recipe's own do not work: a recipe must not depend on
@@ -200,8 +200,8 @@ def _file_problems(file: Path | None, library: Library) -> list[str]:
         return []
     try:
         file_layers(file, library, Rank.USER)
-    except ConfigError as e:
-        return e.problems
+    except ConfigError as error:
+        return error.problems
     return []
 
 

@@ -362,8 +362,8 @@ def _check_choices(data: Mapping[str, Any], library: Library) -> None:
     if problems:
         try:
             Recipe(**deep_merge(listed(Recipe()), full_names(values)))
-        except ConfigError as e:
-            problems += e.problems
+        except ConfigError as error:
+            problems += error.problems
     refuse_if(problems)
 
 
@@ -381,11 +381,13 @@ def _named_file(path: Path) -> Iterator[None]:
     """Adds the file's name and the line of the key to each line of a ConfigError."""
     try:
         yield
-    except ConfigError as e:
+    except ConfigError as error:
         lines: dict[str, int] = {}
         if path == STDIN or path.is_file():
             lines = {full(key): line for key, line in key_lines(path).items()}
-        raise ConfigError([_with_file(problem, path, lines) for problem in e.problems]) from None
+        raise ConfigError(
+            [_with_file(problem, path, lines) for problem in error.problems]
+        ) from None
 
 
 def _with_file(problem: str, path: Path, lines: Mapping[str, int]) -> str:

@@ -71,8 +71,8 @@ def read(arguments: Iterable[str], library: Library, base: Recipe | None = None)
             _check_axis(argument, key, axis, key in axes, base is not None)
             axes.pop(key, None)
             axes[key] = axis  # moves to the end: the last argument of a key counts
-        except ConfigError as e:
-            problems += e.problems
+        except ConfigError as error:
+            problems += error.problems
     refuse_if(problems)
     # Checked before the combinations are listed.
     if prod(len(axis.arguments) for axis in axes.values()) > MAX_JOBS:
@@ -115,8 +115,8 @@ def refused(
     for number, arguments in enumerate(combinations):
         try:
             build(arguments)
-        except ConfigError as e:
-            problems[number] = e.problems
+        except ConfigError as error:
+            problems[number] = error.problems
     distinct = dict.fromkeys(chain.from_iterable(combinations))
     argument_problems: list[str] = []
     for argument in distinct or [""]:
@@ -154,8 +154,8 @@ def _read_axis(argument: str, library: Library) -> _Axis:
     for single in arguments:
         try:
             chosen.append(parse_argument(single, library))
-        except ConfigError as e:
-            problems += e.problems
+        except ConfigError as error:
+            problems += error.problems
     refuse_if(_shorten(problems, argument))
     if not any(choice.group for choice in chosen):
         return _Axis(f"{full(key)}={text}", arguments)
