@@ -680,7 +680,7 @@ def check_product(
         raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
     if product == "emulate":
         return
-    if scaling.layout.min_capability is None:
+    if scaling.layout.least is None:
         raise ValueError(f"scaled_mm does not support {scaling.kind} scaling; use product=emulate")
     if not scaling.has_hardware_gemms(high_precision):
         raise ValueError(

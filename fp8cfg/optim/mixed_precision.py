@@ -40,9 +40,11 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Matrices get `weight_decay`. Vectors, such as norms and biases, get none. A tied parameter
     appears once with its first name. Frozen parameters and empty groups are left out.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [(name, p) for name, p in trained if p.dim() > 1]
-    vectors = [(name, p) for name, p in trained if p.dim() <= 1]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    matrices = [(name, parameter) for name, parameter in trained if parameter.dim() > 1]
+    vectors = [(name, parameter) for name, parameter in trained if parameter.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -102,19 +104,23 @@ class WriteGuard:
     ) -> None:
         self._names = names
         self._since = since
-        self._versions = {p: p._version for p in params}
+        self._versions = {parameter: parameter._version for parameter in params}
 
-    def watch(self, p: nn.Parameter) -> None:
+    def watch(self, parameter: nn.Parameter) -> None:
         """Adds a parameter."""
-        self._versions[p] = p._version
+        self._versions[parameter] = parameter._version
 
     def remember(self) -> None:
         """Records the current versions as writes of the optimizer."""
-        self._versions = {p: p._version for p in self._versions}
+        self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter was written after `remember`."""
-        written = [self._names[p] for p, version in self._versions.items() if p._version != version]
+        written = [
+            self._names[parameter]
+            for parameter, version in self._versions.items()
+            if parameter._version != version
+        ]
         if written:
             raise RuntimeError(
                 f"{len(written)} parameters, {written[0]} among them, were written after"
@@ -138,15 +144,15 @@ class SGD(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates the parameters. Does nothing if the attribute `found_inf`, float32 [], is 1."""
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
             # torch allocates momentum buffers in the first step. If found_inf skips that step, they
             # stay uninitialized. Zeros give the same first step.
             momenta = []
             if group["momentum"]:
-                momenta = [self._momentum(p) for p in params]
+                momenta = [self._momentum(parameter) for parameter in params]
             sgd(
-                [local(p) for p in params],
-                [local(p.grad) for p in params],
+                [local(parameter) for parameter in params],
+                [local(parameter.grad) for parameter in params],
                 [local(m) for m in momenta],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
@@ -158,11 +164,13 @@ class SGD(torch.optim.SGD):
                 found_inf=getattr(self, "found_inf", None),
             )
 
-    def _momentum(self, p: Tensor) -> Tensor:
+    def _momentum(self, parameter: Tensor) -> Tensor:
         """Returns the momentum buffer of a parameter, zeros at first."""
-        state = self.state[p]
+        state = self.state[parameter]
         if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
         momentum: Tensor = state["momentum_buffer"]
         return momentum
 
@@ -212,20 +220,36 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         owned: Container[str] | None = None,
     ) -> None:
         super().__init__(params, {})
-        self.names = {p: name for group in self.param_groups for name, p in named_parameters(group)}
+        self.names = {
+            parameter: name
+            for group in self.param_groups
+            for name, parameter in named_parameters(group)
+        }
         if len(set(self.names.values())) < len(self.names):
             raise ValueError("two parameters have one name, and state is kept by name")
         self._owned = owned
-        owned_names = {p: name for p, name in self.names.items() if self.owns(p)}
+        owned_names = {
+            parameter: name for parameter, name in self.names.items() if self.owns(parameter)
+        }
         # Drops only what belongs to other ranks. Unknown parameters are errors below.
         other_parameters = self.names.keys() - owned_names.keys()
         self.writers = {
-            p: write for p, write in (writers or {}).items() if p not in other_parameters
+            parameter: write
+            for parameter, write in (writers or {}).items()
+            if parameter not in other_parameters
         }
-        prepared = {p: master for p, master in (masters or {}).items() if p not in other_parameters}
+        prepared = {
+            parameter: master
+            for parameter, master in (masters or {}).items()
+            if parameter not in other_parameters
+        }
         self.masters = make_masters(owned_names, prepared)
         # Parameters with a separate master, which is written back after each step.
-        self._separate = {p: master for p, master in self.masters.items() if master is not p}
+        self._separate = {
+            parameter: master
+            for parameter, master in self.masters.items()
+            if master is not parameter
+        }
         if self.writers.keys() - self._separate.keys():
             raise ValueError("writers are for optimized parameters that have a master of their own")
         self.inner = inner([self._inner_group(group) for group in self.param_groups])
@@ -246,17 +270,17 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self._dropped: set[nn.Parameter] = set()
         self._write_guard = WriteGuard(self.names, "their masters were made", self._separate)
 
-    def owns(self, p: nn.Parameter) -> bool:
-        """Returns whether this rank keeps the state of `p` and steps it."""
-        return self._owned is None or self.names[p] in self._owned
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Returns whether this rank keeps the state of `parameter` and steps it."""
+        return self._owned is None or self.names[parameter] in self._owned
 
     def drop_others(self) -> None:
         """Drops gradients of parameters that other ranks own, and remembers that they existed."""
-        for p in self.names:
-            if p.grad is not None and not self.owns(p):
-                p.grad = None
+        for parameter in self.names:
+            if parameter.grad is not None and not self.owns(parameter):
+                parameter.grad = None
                 # Step counts must stay equal on all ranks, so the step counts these parameters too.
-                self._dropped.add(p)
+                self._dropped.add(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -307,7 +331,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     def _parameters_with_gradient(self) -> list[nn.Parameter]:
         """Returns the parameters with a gradient on this rank or, under ZeRO, on their owner."""
-        return [p for p in self.names if p.grad is not None or p in self._dropped]
+        return [
+            parameter
+            for parameter in self.names
+            if parameter.grad is not None or parameter in self._dropped
+        ]
 
     def _step_inner(self) -> None:
         """Steps the inner optimizer. A deferred step does nothing if `skip` is true."""
@@ -327,11 +355,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.steps += by
         if stepped is None:
             stepped = self._parameters_with_gradient()
-        for p in stepped:
-            self.counts[p] += by
-            if by < 0 and not self.counts[p] and p in self.masters:
+        for parameter in stepped:
+            self.counts[parameter] += by
+            if by < 0 and not self.counts[parameter] and parameter in self.masters:
                 # A first step that the device skipped has created moments all the same.
-                self.inner.state.pop(self.masters[p], None)
+                self.inner.state.pop(self.masters[parameter], None)
 
     def storing(self) -> AbstractContextManager[None]:
         """Returns a context that does nothing. The low-bit optimizers store gradients in it."""
@@ -350,11 +378,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         json = collect_json(self.names, self.masters, self.inner)
         # With ZeRO the JSON covers parameters of other ranks too, so that it is equal on all ranks.
         entries = {}
-        for p, name in self.names.items():
-            if self.owns(p):
+        for parameter, name in self.names.items():
+            if self.owns(parameter):
                 entries[name] = json["state"][name]
             else:
-                entries[name] = entry_after(self.inner, self.counts[p])
+                entries[name] = entry_after(self.inner, self.counts[parameter])
         return {**json, "state": entries, "steps": self.steps, "loss_scale": scale}
 
     @torch.no_grad()
@@ -382,24 +410,30 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
-        for p, name in self.names.items():
+        for parameter, name in self.names.items():
             entry = json["state"][name]
             # SGD has no step count. A momentum buffer shows that a parameter was stepped.
-            self.counts[p] = int(entry.get("step", bool(entry["tensors"])))
+            self.counts[parameter] = int(entry.get("step", bool(entry["tensors"])))
         self.steps = int(json["steps"])
         self._write_guard.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter group with the masters of this rank."""
-        masters = [self.masters[p] for p in group["params"] if p in self.masters]
+        masters = [
+            self.masters[parameter] for parameter in group["params"] if parameter in self.masters
+        ]
         return {**hyperparameters(group), "params": masters}
 
     def _prepare_gradients(self) -> Tensor:
         """Gives every master its unscaled float32 gradient, and returns their norm."""
         # float() returns the same tensor if it is float32 already.
-        gradients = {p: p.grad.float() for p in self.names if p.grad is not None}
-        for p, master in self._separate.items():
-            master.grad = gradients.get(p)
+        gradients = {
+            parameter: parameter.grad.float()
+            for parameter in self.names
+            if parameter.grad is not None
+        }
+        for parameter, master in self._separate.items():
+            master.grad = gradients.get(parameter)
         if self.loss_scaler is not None and gradients:
             shards = [local(gradient) for gradient in gradients.values()]
             torch._foreach_mul_(shards, 1.0 / self.loss_scaler.scale)
@@ -410,26 +444,34 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     ) -> Tensor:
         """Returns the norm of the gradients of `params`, float32 []."""
         if self.sum_norms is None:
-            norm = get_total_norm([gradients[p] for p in params if p in gradients])
+            norm = get_total_norm(
+                [gradients[parameter] for parameter in params if parameter in gradients]
+            )
             # With FSDP2 the norm is a DTensor. full_tensor() reduces it over the ranks.
             return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         device = next(iter(self.names)).device
         # ZeRO-2: each rank has some gradients. Zeros keep the order of norms equal on all ranks.
         zero = torch.zeros((), dtype=torch.float32, device=device)
         norms = []
-        for p in params:
-            norms.append(torch.linalg.vector_norm(gradients[p]) if p in gradients else zero)
+        for parameter in params:
+            norms.append(
+                torch.linalg.vector_norm(gradients[parameter]) if parameter in gradients else zero
+            )
         total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(norms)))
         return total
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Writes every master into its parameter, then calls `on_written`."""
-        plain = {p: master for p, master in self._separate.items() if p not in self.writers}
+        plain = {
+            parameter: master
+            for parameter, master in self._separate.items()
+            if parameter not in self.writers
+        }
         if plain:
             torch._foreach_copy_([*plain], [*plain.values()])
-        for p, write in self.writers.items():
-            write(self.masters[p])
+        for parameter, write in self.writers.items():
+            write(self.masters[parameter])
         for hook in self.on_written:
             hook()
         self._write_guard.remember()

@@ -21,19 +21,19 @@ def collect_tensors(
 ) -> dict[str, Tensor]:
     """Returns masters and moments by names such as `<parameter>.master`. No copies."""
     tensors = _separate_masters(names, masters)
-    for p, master in masters.items():
+    for parameter, master in masters.items():
         for key in _tensor_keys(inner, master):
-            tensors[f"{names[p]}.{key}"] = inner.state[master][key]
+            tensors[f"{names[parameter]}.{key}"] = inner.state[master][key]
     return tensors
 
 
 def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the class of the inner optimizer, and step count and tensor names by parameter."""
     state: dict[str, dict[str, Any]] = {}
-    for p, master in masters.items():
-        state[names[p]] = {"tensors": _tensor_keys(inner, master)}
+    for parameter, master in masters.items():
+        state[names[parameter]] = {"tensors": _tensor_keys(inner, master)}
         if "step" in inner.state.get(master, {}):
-            state[names[p]]["step"] = int(inner.state[master]["step"])
+            state[names[parameter]]["step"] = int(inner.state[master]["step"])
     return {"optimizer": type(inner).__name__, "state": state}
 
 
@@ -60,11 +60,13 @@ def restore(
         raise ValueError(
             f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
         )
-    master_of = {names[p]: master for p, master in masters.items()}
+    master_of = {names[parameter]: master for parameter, master in masters.items()}
     check_names("parameters", json["state"].keys(), set(names.values()))
     # With ZeRO a checkpoint has the state of all ranks. Drop the state of other ranks.
     other_prefixes = tuple(f"{name}." for name in json["state"].keys() - master_of.keys())
-    tensors = {name: t for name, t in tensors.items() if not name.startswith(other_prefixes)}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(other_prefixes)
+    }
     # Everything is checked before the first copy, so that an error leaves the optimizer unchanged.
     separate_masters = _separate_masters(names, masters)
     expected = dict(separate_masters)
@@ -127,7 +129,11 @@ def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _separate_masters(names: Names, masters: Masters) -> dict[str, Tensor]:
     """Returns the masters of parameters that are not float32 themselves, by name."""
-    return {f"{names[p]}.master": master for p, master in masters.items() if master is not p}
+    return {
+        f"{names[parameter]}.master": master
+        for parameter, master in masters.items()
+        if master is not parameter
+    }
 
 
 def _tensor_keys(inner: torch.optim.Optimizer, master: Tensor) -> list[str]:
@@ -139,7 +145,11 @@ def _tensor_keys(inner: torch.optim.Optimizer, master: Tensor) -> list[str]:
 def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Tensor:
     """Returns a step count as the inner optimizer stores it."""
     # Fused and capturable kernels read the count on the device. Others keep it on the CPU.
-    group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
+    group = next(
+        group
+        for group in inner.param_groups
+        if any(master is parameter for parameter in group["params"])
+    )
     device = torch.device("cpu")
     if group.get("fused") or group.get("capturable"):
         device = master.device
@@ -225,8 +235,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
         if self.sum_stages is None:
             return self._norm_of_parts(norm_of, list(self.names))
-        uncounted = {id(p) for p in self.uncounted}
-        norm = self._norm_of_parts(norm_of, [p for p in self.names if id(p) not in uncounted])
+        uncounted = {id(parameter) for parameter in self.uncounted}
+        norm = self._norm_of_parts(
+            norm_of, [parameter for parameter in self.names if id(parameter) not in uncounted]
+        )
         # Squares of float32 norms can overflow float32, so stages are summed in float64.
         return self.sum_stages(norm.double().square()).sqrt().float()
 
@@ -239,8 +251,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
         if self.sum_split is None:
             return norm_of(params)
-        split = [p for p in params if p in self.split]
-        replicated = [p for p in params if p not in self.split]
+        split = [parameter for parameter in params if parameter in self.split]
+        replicated = [parameter for parameter in params if parameter not in self.split]
         split_square = self.sum_split(norm_of(split).square())
         return (split_square + norm_of(replicated).square()).sqrt()
 

@@ -33,8 +33,8 @@ class Descriptor:
         formats: Supported values of fp8.format. hybrid has E5M2 gradients.
         keys: Keys of `fp8` without effect under some other scalings.
         attention: Supported keys of FP8 attention.
-        min_capability: Lowest CUDA compute capability with GEMMs in torch. None if it is only emulated.
-        unsupported_from: Lowest newer compute capability without such GEMMs, if there is one.
+        least: Lowest CUDA compute capability with GEMMs in torch. None if it is only emulated.
+        below: Lowest newer compute capability without such GEMMs, if there is one.
         cuda: Lowest version of CUDA with these GEMMs.
         multiplied: Values of fp8.format supported by these GEMMs.
         fp8_gather: Whether torchao's FP8 all-gather supports it.
@@ -55,8 +55,8 @@ class Descriptor:
     formats: tuple[str, ...] = ("hybrid", "e4m3")
     keys: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
-    min_capability: Capability | None = (8, 9)
-    unsupported_from: Capability | None = None
+    least: Capability | None = (8, 9)
+    below: Capability | None = None
     cuda: Capability = (0, 0)
     multiplied: tuple[str, ...] = ("hybrid", "e4m3")
     fp8_gather: bool = False
@@ -167,8 +167,8 @@ SCALINGS: dict[str, Descriptor] = {
         power_2_scales=True,
         weights_2d=True,
         keys=("use_power_2_scales", "enable_2d_quantization"),
-        min_capability=(9, 0),
-        unsupported_from=(10, 0),
+        least=(9, 0),
+        below=(10, 0),
         cuda=(12, 9),
         multiplied=("e4m3",),  # torch 2.15 still rejects E5M2 with block scales
         te="Float8BlockScaling",
@@ -181,7 +181,7 @@ SCALINGS: dict[str, Descriptor] = {
         formats=("e4m3",),
         keys=("enable_2d_quantization",),
         attention=("dot_product_attention",),
-        min_capability=(10, 0),
+        least=(10, 0),
         cuda=(12, 8),
         te="MXFP8BlockScaling",
         megatron="mxfp8",
@@ -195,7 +195,7 @@ SCALINGS: dict[str, Descriptor] = {
         element="e2m1",
         formats=("e4m3",),
         keys=("enable_2d_quantization", "random_hadamard_transform", "stochastic_rounding"),
-        min_capability=(10, 0),
+        least=(10, 0),
         cuda=(12, 8),
         te="NVFP4BlockScaling",
         megatron="nvfp4",

@@ -132,4 +132,4 @@ def test_every_name_has_a_row_and_every_key_is_one_of_fp8() -> None:
     assert tuple(SCALINGS) == get_args(ScalingName)
     for name, scaling in SCALINGS.items():
         assert {*scaling.keys, *scaling.attention} <= FP8.model_fields.keys(), name
-        assert scaling.min_capability is None or scaling.min_capability in GENERATIONS, name
+        assert scaling.least is None or scaling.least in GENERATIONS, name

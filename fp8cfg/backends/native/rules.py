@@ -125,7 +125,7 @@ def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]
     # fp32 has no FP8 presets.
     compute = "bf16" if precision.compute == "fp32" else precision.compute
     preset = f"{compute}_fp8_current"
-    if scaling.min_capability is None:
+    if scaling.least is None:
         return [
             Violation(
                 f"fp8.scaling={fp8.scaling}",
@@ -133,13 +133,11 @@ def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]
                 f" {describe_gpu(hardware)}; {EMULATE}, or precision={preset}",
             )
         ]
-    if capability < scaling.min_capability or (
-        scaling.unsupported_from and capability >= scaling.unsupported_from
-    ):
+    if capability < scaling.least or (scaling.below and capability >= scaling.below):
         return [
             Violation(
                 f"fp8.scaling={fp8.scaling}",
-                f"{describe_gpu(hardware)}, {fp8.scaling} scaling needs {needed(scaling.min_capability)};"
+                f"{describe_gpu(hardware)}, {fp8.scaling} scaling needs {needed(scaling.least)};"
                 f" {EMULATE}, or precision={preset}",
             )
         ]

@@ -336,7 +336,9 @@ class LowBitOptimizer(NamedOptimizer):
         """
         expected = self.state_tensors()
         # With ZeRO a checkpoint has the state of all ranks. Drop the state of other ranks.
-        other_prefixes = tuple(f"{name}." for p, name in self.names.items() if not self.owns(p))
+        other_prefixes = tuple(
+            f"{name}." for parameter, name in self.names.items() if not self.owns(parameter)
+        )
         tensors = {
             name: tensor
             for name, tensor in tensors.items()

@@ -133,11 +133,11 @@ FLOAT32 = Columns()
 """All columns in float32."""
 
 
-def local(t: Tensor) -> Tensor:
-    """Returns this rank's plain tensor of `t`, which may be a DTensor."""
-    if hasattr(t, "to_local"):
-        t = t.to_local()
-    inner: Tensor = getattr(t, "_tensor", t)  # FP8-gathered shards wrap a tensor
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's plain tensor of `tensor`, which may be a DTensor."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    inner: Tensor = getattr(tensor, "_tensor", tensor)  # FP8-gathered shards wrap a tensor
     return inner
 
 

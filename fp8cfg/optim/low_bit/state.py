@@ -162,7 +162,10 @@ def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
 
 def collect_json(names: Names, state: State) -> dict[str, Any]:
     """Returns the step count and the codecs of each parameter."""
-    return {name: {key: state[p][key] for key in ("step", "codecs")} for p, name in names.items()}
+    return {
+        name: {key: state[parameter][key] for key in ("step", "codecs")}
+        for parameter, name in names.items()
+    }
 
 
 def convert_codecs(
@@ -255,10 +258,10 @@ def restore(
     """
     for name, tensor in collect_tensors(names, state).items():
         local(tensor).copy_(local(tensors[name]))
-    for p, name in names.items():
-        state[p]["step"] = int(json[name]["step"])
-        if "weight" in state[p]:
-            p.copy_(columns[p].weight.decode(state[p]["weight"]))
+    for parameter, name in names.items():
+        state[parameter]["step"] = int(json[name]["step"])
+        if "weight" in state[parameter]:
+            parameter.copy_(columns[parameter].weight.decode(state[parameter]["weight"]))
 
 
 def check_state(
