@@ -4,10 +4,9 @@
     MXFP8           32 or 32 x 32, powers of two
     NVFP4           16 or 16 x 16 below a global scale, four bits
 
-A program has a square of WIDTH x WIDTH elements, which holds whole tiles of all algorithms in both
-directions. The formulas are those of scaling.py and formats.py, as in tensor.py. Scales are stored
-where GEMMs read them: by the strides of their tensor, or in the order of the tensor cores
-(`gemm.swizzle_scales`).
+A program has a square of WIDTH x WIDTH elements, with complete tiles of all algorithms in both
+directions. Formulas and names are the same as in tensor.py. Scales are stored where GEMMs read them:
+by the strides of their tensor, or in the order of the tensor cores (`gemm.swizzle_scales`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,12 @@ from fp8cfg.numerics.kernels.tensor import (
     compute_part_amaxes,
     launch_on_device,
     num_parts,
+    pointer,
+    record_pointer,
 )
 
 NEAREST = tl.constexpr(12582912.0)
-"""1.5 * 2^23. Adding and subtracting it rounds a float32 to a whole number, ties to even."""
+"""1.5 * 2^23. Adding and subtracting it rounds a float32 to an integer, ties to even."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,23 +103,26 @@ def _e2m1_codes(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _e2m1_as_e4m3(code, v):
-    """Returns the E4M3 bytes of the values of E2M1 codes. NaN if `v`, the value before, is NaN."""
+    """Returns the E4M3 bytes of the values of E2M1 codes.
+
+    `v` are the values before rounding. A byte is NaN if its `v` is NaN.
+    """
     magnitude = code & 7
     byte = tl.where(magnitude > 1, magnitude * 4 + 0x30, magnitude * 0x30) | ((code & 8) << 4)
     return tl.where(v != v, 0x7F, byte)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):
+def _store_packed(output, code, i, j, rows, columns, WIDTH: tl.constexpr):
     """Stores the codes of the square (i, j), two to a byte. The first of two has the low bits."""
     low, high = tl.split(tl.reshape(code, [WIDTH, WIDTH // 2, 2]))
     row, byte = i * WIDTH + tl.arange(0, WIDTH), j * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
     width = tl.cdiv(columns, 32) * 16  # bytes of a row, padded to whole 16 bytes
-    inside = (row < rows)[:, None] & (byte < width)[None, :]
+    mask = (row < rows)[:, None] & (byte < width)[None, :]
     tl.store(
-        to + row[:, None].to(tl.int64) * width + byte[None, :],
+        output + row[:, None].to(tl.int64) * width + byte[None, :],
         (low | (high << 4)).to(tl.uint8),
-        mask=inside,
+        mask=mask,
     )
 
 
@@ -128,40 +132,41 @@ NVFP4_TILE = 16
 """Elements that share a scale under NVFP4."""
 WARPS = 16
 """Warps of a program. Each thread then has up to 128 registers, and an SM runs 16 warps or more at
-once.
-8 warps would need about 200 registers a thread, and an SM would run only these 8."""
+once. 8 warps would need about 200 registers a thread, and an SM would run only these 8.
+"""
 
 
 @triton.jit
-def _mxfp8_scales(amax, broken, reciprocal):
+def _mxfp8_scales(amax, has_nan, inverse_max):
     """`scaling.mxfp8_scales`: the encode scale, and the E8M0 byte of the decode scale.
 
-    `broken` is above 0 for tiles with NaN. `reciprocal` is that of the format's maximum.
+    `has_nan` is above 0 for tiles with NaN. `inverse_max` is 1 / the format's maximum.
     """
-    v = amax * reciprocal
+    v = amax * inverse_max
     bits = v.to(tl.int32, bitcast=True)
     byte, mantissa = bits >> 23, bits & 0x7FFFFF
     byte += ((mantissa > 0) & (byte < 254) & ((byte > 0) | (mantissa > 0x400000))).to(tl.int32)
     byte = tl.where(v == float("inf"), 254, byte)
     # 2^-127 by its bits: as a literal Triton takes it for a float64.
-    least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)
-    encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
+    smallest = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)
+    encode = tl.where(byte == 254, smallest, ((254 - byte) << 23).to(tl.float32, bitcast=True))
     encode = tl.where(byte == 0, 1.0, encode)
-    return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, 255, byte).to(tl.uint8)
+    encode = tl.where(has_nan > 0, float("nan"), encode)
+    return encode, tl.where(has_nan > 0, 255, byte).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_scales(
-    amax, broken, global_scale, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr
+    amax, has_nan, global_scale, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`scaling.tile_scales_from_amaxes`: the encode scale, and what is stored of the decode scale.
+    """`scaling.tile_scales_from_amaxes`: the encode scale, and the decode scale as it is stored.
 
-    BLOCK selects the algorithm. Under MXFP8 `highest` is the reciprocal of the format's maximum.
+    BLOCK selects the algorithm. Under MXFP8 `highest` is 1 / the format's maximum.
     """
     if BLOCK == 16:
         return _nvfp4_scales(amax, global_scale)
     elif BLOCK == 32:
-        return _mxfp8_scales(amax, broken, highest)
+        return _mxfp8_scales(amax, has_nan, highest)
     else:
         scale = _compute_scale(amax, target, highest, POWER_2)
         return scale, tl.div_rn(1.0, scale)
@@ -176,7 +181,7 @@ def _max_of_squares(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_scales(
-    to,
+    output,
     scale,
     i,
     j,
@@ -192,14 +197,15 @@ def _store_scales(
     """Stores the scales of tiles of HIGH x WIDE of the square (i, j), by strides or swizzled."""
     row = i * (WIDTH // HIGH) + tl.arange(0, WIDTH // HIGH)
     column = j * (WIDTH // WIDE) + tl.arange(0, WIDTH // WIDE)
-    inside = (row < tl.cdiv(rows, HIGH))[:, None] & (column < tl.cdiv(columns, WIDE))[None, :]
+    mask = (row < tl.cdiv(rows, HIGH))[:, None] & (column < tl.cdiv(columns, WIDE))[None, :]
     if SWIZZLED:
         # Blocks of 128 rows x 4 scales are 512 bytes each (`gemm.swizzle_scales`). In a block the
         # rows r, r + 32, r + 64 and r + 96 are neighbors.
         tiles = tl.cdiv(columns, 4 * WIDE)
-        r, tile = tl.arange(0, WIDTH), (i * tiles + column // 4).to(tl.int64)
+        r = tl.arange(0, WIDTH)
+        tile = (i * tiles + column // 4).to(tl.int64)
         place = (r % 32 * 16 + r // 32 * 4)[:, None] + (tile * 512 + column % 4)[None, :]
-        scale = tl.where(inside, scale, 0)
+        scale = tl.where(mask, scale, 0)
         if HIGH > 1:
             # The hardware knows only tiles of one row. A square repeats its scale for each of its
             # rows.
@@ -208,12 +214,12 @@ def _store_scales(
                 [WIDTH, WIDTH // WIDE],
             )
             scale = tl.where((i * WIDTH + r < rows)[:, None], scale, 0)
-        tl.store(to + place, scale, mask=(column < 4 * tiles)[None, :])
+        tl.store(output + place, scale, mask=(column < 4 * tiles)[None, :])
     else:
         tl.store(
-            to + row[:, None].to(tl.int64) * by_row + column[None, :].to(tl.int64) * by_column,
+            output + row[:, None].to(tl.int64) * by_row + column[None, :].to(tl.int64) * by_column,
             scale,
-            mask=inside,
+            mask=mask,
         )
 
 
@@ -256,8 +262,8 @@ def _cast_blocks(
 ):
     """Quantizes a square of WIDTH x WIDTH with tiles along rows (ALONG) and columns (ACROSS).
 
-    The square is read once and reshaped for each direction: [WIDTH, n, BLOCK] has the tiles along
-    rows in its last dimension, [n, BLOCK, WIDTH] those along columns in its middle one.
+    The square is read once and reshaped for each direction. In [WIDTH, n, BLOCK] the last dimension
+    has the tiles along rows. In [n, BLOCK, WIDTH] the middle dimension has the tiles along columns.
     """
     n: tl.constexpr = WIDTH // BLOCK
     is_nvfp4: tl.constexpr = BLOCK == 16
@@ -265,16 +271,16 @@ def _cast_blocks(
     squares_across = tl.cdiv(columns, WIDTH)
     i, j = tl.program_id(0) // squares_across, tl.program_id(0) % squares_across
     row, column = i * WIDTH + tl.arange(0, WIDTH), j * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    mask_t = (column < columns)[:, None] & (row < rows)[None, :]
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     offsets_t = column[:, None].to(tl.int64) * rows + row[None, :]
-    v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(t + offsets, mask=mask, other=0.0).to(tl.float32)
     a = tl.abs(v)
     a = tl.where(a >= 0, a, 0.0)
     is_nan = (v != v).to(tl.int32)
 
-    # The amax of the tensor (NVFP4) or of this square, and what is recorded of it.
+    # The amax of the tensor (NVFP4) or of this square. Squares record only an infinite amax.
     global_scale = 1.0
     if is_nvfp4:
         amax, global_scale = _global_scale(parts, count, PARTS)
@@ -321,14 +327,14 @@ def _cast_blocks(
         )
     if is_nvfp4:
         index = row[:, None] * (tl.cdiv(columns, BLOCK) * BLOCK) + column[None, :]
-        code = tl.where(inside, _e2m1_codes(q, key, draw, index, RANDOM, LANE), 0)
+        code = tl.where(mask, _e2m1_codes(q, key, draw, index, RANDOM, LANE), 0)
         # GEMMs read packed codes. Stored weights (without TRANSPOSE) are E4M3 bytes.
         q = code if TRANSPOSE else _e2m1_as_e4m3(code, q)
     if ALONG:
         if is_nvfp4 and TRANSPOSE:
             _store_packed(data, q, i, j, rows, columns, WIDTH)
         else:
-            tl.store(data + offsets, q.to(data.dtype.element_ty), mask=inside)
+            tl.store(data + offsets, q.to(data.dtype.element_ty), mask=mask)
         _store_scales(
             scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK
         )
@@ -349,15 +355,8 @@ def _cast_blocks(
         if is_nvfp4 and TRANSPOSE:
             _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
         else:
-            _store_columnwise(
-                data_t,
-                q.to(data_t.dtype.element_ty),
-                offsets,
-                inside,
-                offsets_t,
-                inside_t,
-                TRANSPOSE,
-            )
+            q = q.to(data_t.dtype.element_ty)
+            _store_columnwise(data_t, q, offsets, mask, offsets_t, mask_t, TRANSPOSE)
         _store_scales(
             scale_inv_t,
             inverse_t,
@@ -402,7 +401,7 @@ def cast_blocks(
             out.
         scale_inv: Its inverse scales, of any strides, written. Under MXFP8 bytes of E8M0, swizzled
             if they are flat.
-        data_t: The transpose [C, R] with its own scales, written. None leaves this direction out.
+        data_t: The transpose [C, R], written with other scales. None leaves this direction out.
         scale_inv_t: Its inverse scales, written.
         mx: Elements that share a scale under MXFP8. 0 is block scaling.
         transpose: Whether `data_t` is transposed. Otherwise it is [R, C], with scales of 128 x 1.
@@ -413,23 +412,29 @@ def cast_blocks(
         The compiled kernel.
     """
     rows, columns = t.shape
-    has_along = data is not None
-    # A kernel has no optional pointers. `t` stands in for None.
-    targets = [t if x is None else x for x in (data, scale_inv, data_t, scale_inv_t)]
-    swizzled = (targets[1] if has_along else targets[3]).dim() == 1
+    outputs = [pointer(output, t) for output in (data, scale_inv, data_t, scale_inv_t)]
+    _, scales, _, scales_t = outputs
+    # `t` stands in for missing scales, and only scales can be flat.
+    is_swizzled = scales.dim() == 1 or scales_t.dim() == 1
     strides = [0, 0, 0, 0]
-    if not swizzled:
-        # The kernel computes the scales of the transpose. Without `transpose` they are stored
-        # transposed.
-        order_t = 1 if transpose else -1
-        strides = [*targets[1].stride(), *targets[3].stride()[::order_t]]
+    if not is_swizzled:
+        strides_t = scales_t.stride()
+        if not transpose:
+            # The kernel computes the scales of the transpose, which are stored transposed.
+            strides_t = strides_t[::-1]
+        strides = [*scales.stride(), *strides_t]
+    block, scale_limit, num_warps = WIDTH, highest, WARPS
+    if mx:
+        block, scale_limit = mx, 1.0 / largest
+        if not square:
+            num_warps = 8  # with 16 warps 1 x 32 needs more registers than a thread has, and spills
     squares = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(squares,)](
         t,
-        *targets,
-        t if record is None else record.view(torch.int32),
-        t if counts is None else counts,
-        t,
+        *outputs,
+        record_pointer(record, t),
+        pointer(counts, t),
+        t,  # only NVFP4 reads the arguments from `parts` to `draw`
         t,
         t,
         t,
@@ -437,24 +442,23 @@ def cast_blocks(
         columns,
         0,
         *strides,
-        largest,
-        1.0 / largest if mx else highest,
-        largest,
-        power_2,
-        square,
-        has_along,
-        data_t is not None,
-        transpose,
-        record is not None,
-        counts is not None,
-        swizzled,
-        False,
-        0,
-        PARTS,
-        WIDTH,
-        mx or WIDTH,
-        # With 16 warps 1 x 32 needs more registers than a thread has, and would spill.
-        num_warps=8 if mx and not square else WARPS,
+        target=largest,
+        highest=scale_limit,
+        LARGEST=largest,
+        POWER_2=power_2,
+        SQUARE=square,
+        ALONG=data is not None,
+        ACROSS=data_t is not None,
+        TRANSPOSE=transpose,
+        RECORD=record is not None,
+        COUNT=counts is not None,
+        SWIZZLED=is_swizzled,
+        RANDOM=False,
+        LANE=0,
+        PARTS=PARTS,
+        WIDTH=WIDTH,
+        BLOCK=block,
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
 
@@ -476,10 +480,10 @@ def cast_nvfp4(
 ) -> Any:
     """Quantizes a matrix to E2M1, with a scale for 16 elements and a global one.
 
-    With `transpose` the layouts are those of the hardware (gemm.py): packed codes and swizzled
-    scales. Tiles are 16 x 16 if there is a `data_t`, and 1 x 16 otherwise. Without `transpose` they
-    are those of a stored weight: row-major E4M3 bytes. Tiles are 16 x 16 without a `data_t`, and
-    otherwise 1 x 16 in `data` and 16 x 1 in `data_t`.
+    With `transpose` the hardware can read the result (gemm.py): packed codes and swizzled scales.
+    Tiles are 16 x 16 with `data_t`, and 1 x 16 without. Without `transpose` the result is a stored
+    weight: row-major E4M3 bytes. Tiles are 16 x 16 without `data_t`. With it they are 1 x 16 in
+    `data` and 16 x 1 in `data_t`.
 
     Args:
         t: Contiguous [R, C].
@@ -502,47 +506,49 @@ def cast_nvfp4(
     has_data_t = data_t is not None
     if amax is None:
         parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
-        count = num_parts(t)
+        num_amaxes = num_parts(t)
         compute_part_amaxes(t, parts, keep_nan=True)
     else:
         parts = amax
-        count = 1
-    # A kernel has no optional pointers. `t` stands in for None.
-    targets = []
-    for x in (data, scale_inv, data_t, scale_inv_t):
-        targets.append(t if x is None else x.view(torch.uint8))
+        num_amaxes = 1
+    outputs = []
+    for output in (data, scale_inv, data_t, scale_inv_t):
+        if output is None:
+            outputs.append(t)  # see `pointer`
+        else:
+            outputs.append(output.view(torch.uint8))
     strides = [0, 0, 0, 0]
     if not transpose:
-        strides = [*targets[1].stride(), *targets[3].stride()[::-1]]
+        strides = [*outputs[1].stride(), *outputs[3].stride()[::-1]]
     squares = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(squares,)](
         t,
-        *targets,
-        t if record is None else record.view(torch.int32),
-        t if counts is None else counts,
+        *outputs,
+        record_pointer(record, t),
+        pointer(counts, t),
         parts,
         global_scale_inv,
         *(random or (t, t)),
         rows,
         columns,
-        count,
+        num_amaxes,
         *strides,
-        0.0,
-        0.0,
-        6.0,
-        False,
-        has_data_t == transpose,
-        True,
-        has_data_t,
-        transpose,
-        record is not None,
-        counts is not None,
-        transpose,
-        random is not None,
-        lane,
-        PARTS,
-        WIDTH,
-        NVFP4_TILE,
+        target=0.0,
+        highest=0.0,
+        LARGEST=6.0,
+        POWER_2=False,
+        SQUARE=has_data_t == transpose,
+        ALONG=True,
+        ACROSS=has_data_t,
+        TRANSPOSE=transpose,
+        RECORD=record is not None,
+        COUNT=counts is not None,
+        SWIZZLED=transpose,
+        RANDOM=random is not None,
+        LANE=lane,
+        PARTS=PARTS,
+        WIDTH=WIDTH,
+        BLOCK=NVFP4_TILE,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )

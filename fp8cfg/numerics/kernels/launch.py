@@ -1,18 +1,19 @@
 """Quantization on a GPU by Triton kernels, as custom operators.
 
-In plain torch operations a quantized tensor takes about twenty kernels, and each transposed copy
-one more. Here it takes one launch, which reads the tensor once under delayed scaling and writes it
-row-major and transposed. An operator is a single node to a compiler. The results equal
-`choose_tensor_scale` and the functions of quantize.py bit for bit. kernels/store.py has the same
+In plain torch operations a quantized tensor takes about twenty kernels, and each transposed copy one
+more. Here it takes one launch. Under delayed scaling the launch reads the tensor once, and it writes
+the result row-major and transposed. An operator is a single node to a compiler. The results equal
+`choose_tensor_scale` and the functions of quantize.py bit for bit. kernels/store.py has the operators
 for stored weights.
 
-torchao's kernels have no delayed scales and no transposed copy in the same read. Transformer
-Engine's come only with its modules (backend=te).
+torchao's kernels have no delayed scales and no transposed copy in the same read. Transformer Engine's
+kernels come only with its modules (backend=te).
 
     quantize_tensor_fused   one scale: delayed and current scaling          kernels/tensor.py
-    quantize_tiles_fused    block scaling, MXFP8, current scaling by row    kernels/blocks.py,
-    rows.py quantize_nvfp4_fused    NVFP4
-    kernels/blocks.py
+    quantize_tiles_fused    block scaling, MXFP8, current scaling by row    kernels/blocks.py, rows.py
+    quantize_nvfp4_fused    NVFP4                                           kernels/blocks.py
+
+Each of the three calls a custom operator, which allocates the results and launches the kernel.
 """
 
 from __future__ import annotations
@@ -76,23 +77,34 @@ def quantize_tensor_fused(
     """
     fmt = scaling.format_of(role)
     t = t.contiguous()
+    if not record:
+        history = None
     amax, target, power_2 = scale_inputs(t, role, scaling, scales, amax_group)
     data, transposed, scale_inv = quantize_tensor(
-        t, scales, history if record else None, amax, target, power_2, role, fmt.dtype, both
+        t, scales, history, amax, target, power_2, role, fmt.dtype, both
     )
-    columnwise = Operand(transposed, scale_inv, fmt) if both else None
+    columnwise = None
+    if both:
+        columnwise = Operand(transposed, scale_inv, fmt)
     return Operand(data, scale_inv, fmt, columnwise=columnwise)
 
 
 def scale_inputs(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, amax_group: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
-    """Returns what a kernel computes the scale of the contiguous matrix `t` from.
+    """Returns the inputs from which a kernel computes the scale of a tensor.
+
+    Args:
+        t: Contiguous [R, C].
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        scales: See `choose_tensor_scale`.
+        amax_group: See `choose_tensor_scale`.
 
     Returns:
         amax: [1], if other ranks have shards of the tensor. [0], no amax, if scales begin with 1.
             None if the kernel reads the amax itself.
-        target: `Scaling.scaled_max`, which the scale moves the amax to.
+        target: `Scaling.scaled_max`. The scale moves the amax to it.
         power_2: Whether to round the scale down to a power of two.
     """
     amax = None
@@ -110,8 +122,8 @@ def scale_inputs(
 def can_fuse_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
     """Whether `quantize_tiles_fused` can quantize `t`, and no `carrier` but float8 is needed.
 
-    It has float32 scales of rows, of 128 elements and of 128 x 128, and E8M0 scales of 32 and 32 x
-    32.
+    The kernels have float32 scales of rows, of 128 elements and of 128 x 128, and E8M0 scales of 32
+    and 32 x 32.
     """
     if scaling.layout.scale == "float32":
         has_kernel = 0 in tile or max(tile) == BLOCK_WIDTH
@@ -138,7 +150,7 @@ def quantize_tiles_fused(
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         scaling: The recipe.
         axis: The dimension that the GEMM contracts.
-        both: Whether GEMMs contract both dimensions. The same read writes the other operand, which
+        both: Whether GEMMs contract both dimensions. The same launch writes the other operand, which
             comes as `Operand.columnwise`.
         history: An infinite amax is recorded in `history[0, role]`.
         amax_group: Ranks with the other shards of rows or columns.
@@ -148,7 +160,7 @@ def quantize_tiles_fused(
     assert tile is not None, "this scaling has tiles"
     t = t.contiguous()
     is_square = tile[0] > 1
-    # Swizzled scales of squares are not those of the transpose, so both are written.
+    # Swizzled scales of squares cannot be read along the other dimension, so both are written.
     both = both or (is_square and tile[1] == MX_BLOCK)
     writes_rows = both or axis == 1
     writes_columns = both or axis == 0
@@ -174,7 +186,9 @@ def quantize_tiles_fused(
     columnwise = Operand(data_t, scale_inv_t, fmt, tile)
     if both:
         return rowwise._replace(columnwise=columnwise)
-    return rowwise if writes_rows else columnwise.t()
+    if writes_rows:
+        return rowwise
+    return columnwise.t()
 
 
 def reduce_tile_amaxes(
@@ -235,21 +249,21 @@ def quantize_blocks(
         bytes of E8M0, swizzled (gemm.py).
     """
     outputs = _empty_blocks(t, width, dtype, square, rows, columns)
-    data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in outputs)
+    data, scale_inv, data_t, scale_inv_t = outputs
     cast_tiles(
         t,
         width,
         power_2,
         square,
-        data,
-        scale_inv,
-        data_t,
-        scale_inv_t,
-        True,
-        history,
-        role,
-        amaxes,
-        amaxes_t,
+        data=_skip_empty(data),
+        scale_inv=_skip_empty(scale_inv),
+        data_t=_skip_empty(data_t),
+        scale_inv_t=_skip_empty(scale_inv_t),
+        transpose=True,
+        history=history,
+        role=role,
+        amaxes=amaxes,
+        amaxes_t=amaxes_t,
     )
     return outputs
 
@@ -271,6 +285,16 @@ def _(
     return _empty_blocks(t, width, dtype, square, rows, columns)
 
 
+def _skip_empty(output: Tensor) -> Tensor | None:
+    """Returns an argument of a kernel: None for a result that is not written.
+
+    An operator returns an empty tensor for it, because it cannot return None.
+    """
+    if output.numel() == 0:
+        return None
+    return output
+
+
 def cast_tiles(
     t: Tensor,
     width: int,
@@ -286,16 +310,19 @@ def cast_tiles(
     amaxes: Tensor | None = None,
     amaxes_t: Tensor | None = None,
 ) -> None:
-    """Writes what `quantize_blocks` returns into given tensors. None leaves a direction out.
+    """Writes the results of `quantize_blocks` into tensors. None leaves a direction out.
 
-    Without `transpose` the second matrix is laid out as `t` is.
+    Without `transpose` the second matrix has the layout of `t`.
     """
     # Triton is imported only if a kernel runs.
     from fp8cfg.numerics.kernels.blocks import cast_blocks
     from fp8cfg.numerics.kernels.rows import cast_rows
 
-    dtype = (data if data is not None else data_t).dtype  # type: ignore[union-attr]
-    fp8_max = FORMAT_BY_DTYPE[dtype].max
+    output = data
+    if output is None:
+        output = data_t
+    assert output is not None, "at least one direction is written"
+    fp8_max = FORMAT_BY_DTYPE[output.dtype].max
     record, counts = record_and_counts(t, history, role)
     if width == 0:
         cast_rows(
@@ -306,18 +333,19 @@ def cast_tiles(
             scale_inv,
             data_t,
             scale_inv_t,
-            transpose,
-            record,
-            amaxes,
-            amaxes_t,
-            counts,
+            transpose=transpose,
+            record=record,
+            amaxes=amaxes,
+            amaxes_t=amaxes_t,
+            counts=counts,
         )
     else:
-        highest = min(torch.finfo(t.dtype).max, FLT_MAX)
-        mx = width if width == MX_BLOCK else 0
+        mx = 0
+        if width == MX_BLOCK:
+            mx = width
         cast_blocks(
             t,
-            highest,
+            min(torch.finfo(t.dtype).max, FLT_MAX),
             fp8_max,
             power_2,
             square,
@@ -325,10 +353,10 @@ def cast_tiles(
             scale_inv,
             data_t,
             scale_inv_t,
-            mx,
-            transpose,
-            record,
-            counts,
+            mx=mx,
+            transpose=transpose,
+            record=record,
+            counts=counts,
         )
 
 
@@ -354,9 +382,13 @@ def _empty_blocks(
     t: Tensor, width: int, dtype: torch.dtype, square: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns uninitialized tensors for the results of `quantize_blocks`."""
-    height = width if square else 1
+    height = 1
+    if square:
+        height = width
 
-    def empty(num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    def empty(num_rows: int, num_columns: int, is_written: bool) -> tuple[Tensor, Tensor]:
+        if not is_written:
+            num_rows, num_columns = 0, 0
         shape = (num_rows, num_columns)
         r, c = tile_shape(shape, (height, width))
         tiles_down, tiles_across = -(-num_rows // r), -(-num_columns // c)
@@ -366,11 +398,12 @@ def _empty_blocks(
             return data, t.new_empty(size, dtype=torch.uint8)
         if square or width == 0:
             return data, t.new_empty((tiles_down, tiles_across), dtype=torch.float32)
+        # cuBLAS reads the scales of 1 x 128 column-major.
         return data, t.new_empty((tiles_across, tiles_down), dtype=torch.float32).t()
 
     num_rows, num_columns = t.shape
-    data, scale_inv = empty(num_rows, num_columns) if rows else empty(0, 0)
-    data_t, scale_inv_t = empty(num_columns, num_rows) if columns else empty(0, 0)
+    data, scale_inv = empty(num_rows, num_columns, rows)
+    data_t, scale_inv_t = empty(num_columns, num_rows, columns)
     return data, scale_inv, data_t, scale_inv_t
 
 
@@ -387,9 +420,9 @@ def compute_amax_if_unset(
     """
     from fp8cfg.numerics.kernels import tensor
 
-    # The kernel writes nothing if the scale is set, so there the parts must be 0.
-    allocate = torch.empty if scales is None else torch.zeros
-    parts = allocate(tensor.num_parts(t), dtype=torch.float32, device=t.device)
+    parts = torch.empty(tensor.num_parts(t), dtype=torch.float32, device=t.device)
+    if scales is not None:
+        parts.zero_()  # the kernel writes nothing if the scale is set
     tensor.compute_part_amaxes(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 
@@ -431,6 +464,9 @@ def quantize_tensor(
 
     data, transposed, scale_inv = _empty(t, dtype, both)
     fmt = FORMAT_BY_DTYPE[dtype]
+    counts = None
+    if history is not None:
+        counts = overflow_counter(t.device, role)
     tensor.cast(
         t,
         scales,
@@ -440,11 +476,11 @@ def quantize_tensor(
         fmt.max,
         power_2,
         data,
-        transposed if both else None,
+        _skip_empty(transposed),
         scale_inv,
-        amax,
-        None if history is None else overflow_counter(t.device, role),
-        fmt.reach,
+        amaxes=amax,
+        counts=counts,
+        reach=fmt.reach,
     )
     return data, transposed, scale_inv
 
@@ -468,7 +504,10 @@ def _empty(t: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, T
     """Returns uninitialized tensors for the results of `quantize_tensor`."""
     rows, columns = t.shape
     data = t.new_empty((rows, columns), dtype=dtype)
-    transposed = t.new_empty((columns, rows) if both else (0,), dtype=dtype)
+    transposed_shape: tuple[int, ...] = (0,)
+    if both:
+        transposed_shape = (columns, rows)
+    transposed = t.new_empty(transposed_shape, dtype=dtype)
     return data, transposed, t.new_empty((), dtype=torch.float32)
 
 
@@ -501,10 +540,14 @@ def quantize_nvfp4_fused(
         role: INPUT, WEIGHT or GRAD_OUTPUT.
         amax: Amax of the whole tensor, float32 []. Defaults to the amax of `t`.
     """
-    tile = (NVFP4_BLOCK, NVFP4_BLOCK) if square else (1, NVFP4_BLOCK)
-    key, count, lane = (None, None, 0) if draw is None else (draw.key, draw.draw, draw.lane)
+    tile = (1, NVFP4_BLOCK)
+    if square:
+        tile = (NVFP4_BLOCK, NVFP4_BLOCK)
+    key, num_draws, lane = None, None, 0
+    if draw is not None:
+        key, num_draws, lane = draw
     data, scale_inv, data_t, scale_inv_t, global_scale_inv = quantize_four_bits(
-        t.contiguous(), square, key, count, lane, history, role, amax
+        t.contiguous(), square, key, num_draws, lane, history, role, amax
     )
     rowwise = Operand(data, scale_inv, E2M1, tile, global_scale_inv=global_scale_inv)
     if not square:
@@ -539,23 +582,26 @@ def quantize_four_bits(
 
     Returns:
         Data, two elements to a byte, rows padded to whole 16 bytes; inverse scales, E4M3, swizzled;
-        the same of the transpose, or empty tensors; the inverse global scale, float32 [].
+        data and scales of the transpose, or empty tensors; the inverse global scale, float32 [].
     """
     from fp8cfg.numerics.kernels import blocks
 
     outputs = _empty_nvfp4(t, square)
     data, scale_inv, data_t, scale_inv_t, global_scale_inv = outputs
     record, counts = record_and_counts(t, history, role)
+    random = None
+    if key is not None and draw is not None:
+        random = key, draw
     blocks.cast_nvfp4(
         t,
         data,
         scale_inv,
-        data_t if square else None,
-        scale_inv_t if square else None,
+        _skip_empty(data_t),
+        _skip_empty(scale_inv_t),
         global_scale_inv,
-        None if key is None or draw is None else (key, draw),
-        lane,
-        record,
+        random=random,
+        lane=lane,
+        record=record,
         amax=amax,
         counts=counts,
     )
@@ -579,14 +625,16 @@ def _(
 def _empty_nvfp4(t: Tensor, square: bool) -> NVFP4Tensors:
     """Returns uninitialized tensors for the results of `quantize_four_bits`."""
 
-    def empty(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def empty(rows: int, columns: int, is_written: bool) -> tuple[Tensor, Tensor]:
+        if not is_written:
+            rows, columns = 0, 0
         bytes_per_row = -(-columns // ALIGNMENT) * ALIGNMENT // 2
         scale_bytes = swizzled_scale_size(rows, -(-columns // NVFP4_BLOCK))
         data = t.new_empty((rows, bytes_per_row), dtype=torch.uint8)
         return data, t.new_empty(scale_bytes, dtype=torch.uint8)
 
     rows, columns = t.shape
-    data, scale_inv = empty(rows, columns)
-    data_t, scale_inv_t = empty(columns, rows) if square else empty(0, 0)
+    data, scale_inv = empty(rows, columns, is_written=True)
+    data_t, scale_inv_t = empty(columns, rows, is_written=square)
     global_scale_inv = t.new_empty((), dtype=torch.float32)
     return data, scale_inv, data_t, scale_inv_t, global_scale_inv

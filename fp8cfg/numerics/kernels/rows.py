@@ -1,16 +1,14 @@
-"""Triton kernel for a scale of each row and of each column: amaxes, cast and transpose in one
-launch.
+"""Triton kernel for one scale per row and per column: amaxes, cast and transpose in one launch.
 
 A program has a strip of rows, or a strip of columns, to itself. It reads the strip twice: first for
-the amaxes, then for the cast. The second read of rows comes from the cache. The formulas are those
-of tensor.py.
+the amaxes, then for the cast. The second read of rows comes from the cache. Formulas and names are the
+same as in tensor.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +20,8 @@ from fp8cfg.numerics.kernels.tensor import (
     _saturate,
     _store_columnwise,
     launch_on_device,
+    pointer,
+    record_pointer,
 )
 
 FLT_MAX = 3.4028234663852886e38
@@ -40,10 +40,9 @@ def _row_amaxes(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr
     start = first * 0  # a tensor: the type of a loop variable must not change
     while start < columns:
         column = start + tl.arange(0, LONG)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        a = tl.abs(
-            tl.load(t + row_offsets + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        )
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        v = tl.load(t + row_offsets + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        a = tl.abs(v)
         largest = tl.where(a > largest, a, largest)  # false for NaN, which is skipped
         start += LONG
     return tl.max(largest, 1)
@@ -57,12 +56,9 @@ def _column_amaxes(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.conste
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        a = tl.abs(
-            tl.load(
-                t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0
-            ).to(tl.float32)
-        )
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        v = tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0)
+        a = tl.abs(v.to(tl.float32))
         largest = tl.where(a > largest, a, largest)
         start += LONG
     return tl.max(largest, 0)
@@ -99,18 +95,18 @@ def _cast_row_strip(
     if RECORD:
         _record_infinite(record, tl.max(amax, 0))
     scale = _compute_scale(amax, target, highest, POWER_2)
-    most = tl.max(amax, 0)
+    strip_amax = tl.max(amax, 0)
     start = first * 0
     while start < columns:
         column = start + tl.arange(0, LONG)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        v = tl.load(t + row_offsets + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        v = tl.load(t + row_offsets + column[None, :], mask=mask, other=0.0).to(tl.float32)
         if COUNT:
-            _count_infinite(counts, v, most)
+            _count_infinite(counts, v, strip_amax)
         tl.store(
             data + row_offsets + column[None, :],
             _saturate(v * scale[:, None], LARGEST).to(data.dtype.element_ty),
-            mask=inside,
+            mask=mask,
         )
         start += LONG
     tl.store(scale_inv + row, tl.div_rn(1.0, scale), mask=row < rows)
@@ -147,26 +143,19 @@ def _cast_column_strip(
     if RECORD:
         _record_infinite(record, tl.max(amax, 0))
     scale = _compute_scale(amax, target, highest, POWER_2)
-    most = tl.max(amax, 0)
+    strip_amax = tl.max(amax, 0)
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
         offsets = row[:, None].to(tl.int64) * columns + column[None, :]
-        v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(t + offsets, mask=mask, other=0.0).to(tl.float32)
         if COUNT:
-            _count_infinite(counts, v, most)
+            _count_infinite(counts, v, strip_amax)
         q = _saturate(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
-        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        _store_columnwise(
-            data_t,
-            q,
-            offsets,
-            inside,
-            column[:, None].to(tl.int64) * rows + row[None, :],
-            inside_t,
-            TRANSPOSE,
-        )
+        mask_t = (column < columns)[:, None] & (row < rows)[None, :]
+        offsets_t = column[:, None].to(tl.int64) * rows + row[None, :]
+        _store_columnwise(data_t, q, offsets, mask, offsets_t, mask_t, TRANSPOSE)
         start += LONG
     tl.store(scale_inv_t + column, tl.div_rn(1.0, scale), mask=column < columns)
 
@@ -200,10 +189,12 @@ def _cast_rows(
     STRIP_T: tl.constexpr,
     LONG_T: tl.constexpr,
 ):
-    """Quantizes a strip of columns in the first programs, and a strip of rows in the others."""
+    """Quantizes a strip of columns in the first programs, and a strip of rows in the rest."""
     program = tl.program_id(0)
     # Column strips are fewer and take longer, so they start first.
-    column_strips = tl.cdiv(columns, STRIP_T) if HAS_COLUMNS else 0
+    column_strips = 0
+    if HAS_COLUMNS:
+        column_strips = tl.cdiv(columns, STRIP_T)
     if program < column_strips:
         first = program * STRIP_T
         _cast_column_strip(
@@ -218,14 +209,14 @@ def _cast_rows(
             columns,
             target,
             highest,
-            LARGEST,
-            POWER_2,
-            RECORD and not HAS_ROWS,  # the row strips do it
-            COUNT and not HAS_ROWS,
-            TRANSPOSE,
-            KNOWN_T,
-            STRIP_T,
-            LONG_T,
+            LARGEST=LARGEST,
+            POWER_2=POWER_2,
+            RECORD=RECORD and not HAS_ROWS,  # the row strips do it
+            COUNT=COUNT and not HAS_ROWS,
+            TRANSPOSE=TRANSPOSE,
+            KNOWN=KNOWN_T,
+            STRIP=STRIP_T,
+            LONG=LONG_T,
         )
     elif HAS_ROWS:
         first = (program - column_strips) * STRIP
@@ -241,13 +232,13 @@ def _cast_rows(
             columns,
             target,
             highest,
-            LARGEST,
-            POWER_2,
-            RECORD,
-            COUNT,
-            KNOWN,
-            STRIP,
-            LONG,
+            LARGEST=LARGEST,
+            POWER_2=POWER_2,
+            RECORD=RECORD,
+            COUNT=COUNT,
+            KNOWN=KNOWN,
+            STRIP=STRIP,
+            LONG=LONG,
         )
 
 
@@ -288,33 +279,32 @@ def cast_rows(
     rows, columns = t.shape
     has_rows = data is not None
     has_columns = data_t is not None
-    # A kernel has no optional pointers. `t` stands in for None.
-    targets = [t if x is None else x for x in (data, scale_inv, data_t, scale_inv_t)]
+    outputs = [pointer(output, t) for output in (data, scale_inv, data_t, scale_inv_t)]
     programs = has_rows * triton.cdiv(rows, STRIP) + has_columns * triton.cdiv(columns, STRIP_T)
     return _cast_rows[(programs,)](
         t,
-        *targets,
-        t if record is None else record.view(torch.int32),
-        t if counts is None else counts,
-        t if amaxes is None else amaxes,
-        t if amaxes_t is None else amaxes_t,
+        *outputs,
+        record_pointer(record, t),
+        pointer(counts, t),
+        pointer(amaxes, t),
+        pointer(amaxes_t, t),
         rows,
         columns,
-        largest,
-        FLT_MAX,
-        largest,
-        power_2,
-        has_rows,
-        has_columns,
-        record is not None,
-        counts is not None,
-        transpose,
-        amaxes is not None,
-        amaxes_t is not None,
-        STRIP,
-        LONG,
-        STRIP_T,
-        LONG_T,
+        target=largest,
+        highest=FLT_MAX,
+        LARGEST=largest,
+        POWER_2=power_2,
+        HAS_ROWS=has_rows,
+        HAS_COLUMNS=has_columns,
+        RECORD=record is not None,
+        COUNT=counts is not None,
+        TRANSPOSE=transpose,
+        KNOWN=amaxes is not None,
+        KNOWN_T=amaxes_t is not None,
+        STRIP=STRIP,
+        LONG=LONG,
+        STRIP_T=STRIP_T,
+        LONG_T=LONG_T,
         num_warps=4,
         enable_fp_fusion=False,
     )

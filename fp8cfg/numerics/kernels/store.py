@@ -346,11 +346,11 @@ def store_blocks(
         scale_inv,
         dgrad,
         dgrad_scale_inv,
-        False,
-        history,
-        WEIGHT,
-        amaxes,
-        amaxes_t,
+        transpose=False,
+        history=history,
+        role=WEIGHT,
+        amaxes=amaxes,
+        amaxes_t=amaxes_t,
     )
 
 
@@ -428,7 +428,7 @@ def store_tensor(
         data,
         None,
         scale_inv,
-        amax,
-        counts,
-        fmt.reach,
+        amaxes=amax,
+        counts=counts,
+        reach=fmt.reach,
     )

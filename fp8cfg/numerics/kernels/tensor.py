@@ -1,21 +1,23 @@
 """Triton kernels for tensors with one scale: amaxes, and a cast that also writes the transpose.
 
-    compute_part_amaxes   amaxes of parts of a tensor. `cast` makes the scale of current scaling
-    from
-                          them. If a delayed scale is set, the kernel returns at once.
-    count                 the same kernel counts values that do not fit, for tensors that plain
-    torch
+    compute_part_amaxes   amaxes of parts of a tensor. `cast` computes the scale of current scaling
+                          from them. If a delayed scale is set, the kernel returns at once.
+    count                 the same kernel counts values that do not fit, for tensors that plain torch
                           operations quantize
     cast                  scales, saturates and rounds to FP8, row-major and, if asked, transposed;
                           folds the amax into a running maximum
 
 Tiles are in blocks.py, rows in rows.py. Both share the small functions at the top of this file.
 
-Delayed scaling reads a tensor once, current scaling twice. Each program of `cast` computes the
-scale from the part amaxes, so that no launch is needed in between. The formulas are those of
-scaling.py and formats.py. Divisions and reciprocals are rounded to nearest, products and sums are
-not fused: scaled float32 values, amaxes and scales are equal bit for bit. The hardware converts to
-FP8 (cvt.rn.satfinite).
+Delayed scaling reads a tensor once, current scaling twice. Each program of `cast` computes the scale
+from the part amaxes, so that no launch is needed in between.
+
+The formulas come from scaling.py and formats.py. Divisions and reciprocals are rounded to nearest,
+products and sums are not fused: scaled float32 values, amaxes and scales are equal bit for bit. The
+hardware converts to FP8 (cvt.rn.satfinite).
+
+Names in kernels: `t` is the matrix that is read, row-major. `mask` is true for the elements of a
+program that are in the matrix. The suffix `_t` is the transpose.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch import Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _compute_scale(amax, target, highest, POWER_2: tl.constexpr):
-    """`scaling.compute_scale` with a fallback of 1. `target` is what the amax is moved to."""
+    """`scaling.compute_scale` with a fallback of 1. The scale moves the amax to `target`."""
     scale = tl.div_rn(target, amax)
     scale = tl.where(scale == float("inf"), highest, scale)
     scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
@@ -45,7 +47,7 @@ def _compute_scale(amax, target, highest, POWER_2: tl.constexpr):
 @triton.jit
 def _record_infinite(record, amax):
     """Writes infinity to `record`, the bits of a float32, if `amax` is infinite."""
-    # Finite amaxes are not recorded, so that only few programs write.
+    # Finite amaxes are not recorded, so only few programs write.
     tl.atomic_max(record, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
 
 
@@ -55,9 +57,10 @@ def _count(counts, is_beyond, is_infinite):
 
     `is_beyond` includes infinite elements. Call it only if a tile has some: atomics are slow.
     """
-    n = tl.sum(tl.sum(is_infinite.to(tl.float32), 1), 0)
-    tl.atomic_add(counts, tl.sum(tl.sum(is_beyond.to(tl.float32), 1), 0) - n, sem="relaxed")
-    tl.atomic_add(counts + 1, n, sem="relaxed")
+    num_infinite = tl.sum(tl.sum(is_infinite.to(tl.float32), 1), 0)
+    num_beyond = tl.sum(tl.sum(is_beyond.to(tl.float32), 1), 0)
+    tl.atomic_add(counts, num_beyond - num_infinite, sem="relaxed")
+    tl.atomic_add(counts + 1, num_infinite, sem="relaxed")
 
 
 @triton.jit
@@ -79,16 +82,16 @@ def _saturate(v, LARGEST: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_columnwise(to, q, offsets, inside, offsets_t, inside_t, TRANSPOSE: tl.constexpr):
+def _store_columnwise(output, q, offsets, mask, offsets_t, mask_t, TRANSPOSE: tl.constexpr):
     """Stores a tile for GEMMs that contract rows: transposed, or laid out as the input."""
     if TRANSPOSE:
-        tl.store(to + offsets_t, tl.trans(q), mask=inside_t)
+        tl.store(output + offsets_t, tl.trans(q), mask=mask_t)
     else:
-        tl.store(to + offsets, q, mask=inside)
+        tl.store(output + offsets, q, mask=mask)
 
 
 PARTS = 1024
-"""Programs of `compute_part_amaxes` at most. Each program of `cast` reads so many amaxes."""
+"""The maximum number of programs of `compute_part_amaxes`, and of amaxes that `cast` reads."""
 BLOCK = 4096
 """Elements that a program of `compute_part_amaxes` reads at a time."""
 ROWS, COLUMNS = 64, 64
@@ -109,12 +112,32 @@ def launch_on_device(
     return wrapper
 
 
+def pointer(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Returns an argument of a kernel: the tensor, or `placeholder` for None.
+
+    A kernel has no optional pointers. A flag tells it not to read or write the placeholder.
+    """
+    if tensor is None:
+        return placeholder
+    return tensor
+
+
+def record_pointer(record: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Returns the bits of a running maximum, float32 [], as an argument of a kernel.
+
+    There is no atomic maximum of floats. The bits of magnitudes are in the same order.
+    """
+    if record is None:
+        return placeholder
+    return record.view(torch.int32)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _read_in_parts(
     t,
     amax,
     scales,
-    to,
+    output,
     count,
     REACH: tl.constexpr,
     ROLE: tl.constexpr,
@@ -125,16 +148,18 @@ def _read_in_parts(
 ):
     """Reads `t`, flat, in strides over all programs.
 
-    Without COUNT each program stores the amax of its part in `to`. If SCALED and the scale is set,
-    nobody needs the amaxes, and nothing is read. With COUNT the values that do not fit are added to
-    `to`. If `amax` fits, nothing is read.
+    Without COUNT each program stores the amax of its part in `output`. If SCALED and the scale is
+    set, nobody needs the amaxes, and nothing is read. With COUNT the numbers of values that do not
+    fit are added to `output`. If `amax` fits, nothing is read.
     """
-    factor = tl.load(scales + ROLE) if SCALED else 0.0
+    factor = 0.0
+    if SCALED:
+        factor = tl.load(scales + ROLE)
     if COUNT:
-        most = tl.load(amax)
+        tensor_amax = tl.load(amax)
         # Two ifs: Triton has no `and` of numbers that are loaded.
-        if most < float("inf"):  # noqa: SIM102
-            if most * factor <= REACH:
+        if tensor_amax < float("inf"):  # noqa: SIM102
+            if tensor_amax * factor <= REACH:
                 return
     elif SCALED:  # noqa: SIM102, SCALED is known to the compiler, the scale is not
         if factor != 0:
@@ -158,13 +183,13 @@ def _read_in_parts(
         start += tl.num_programs(0) * BLOCK
     if COUNT:
         if SCALED:
-            tl.atomic_add(to, tl.sum(clipped, 0), sem="relaxed")
-        tl.atomic_add(to + 1, tl.sum(infinite, 0), sem="relaxed")
+            tl.atomic_add(output, tl.sum(clipped, 0), sem="relaxed")
+        tl.atomic_add(output + 1, tl.sum(infinite, 0), sem="relaxed")
     else:
         # As integers, the bits of magnitudes are in the same order, and NaN is above all of them. A
         # maximum of floats would skip NaN.
         tl.store(
-            to + tl.program_id(0),
+            output + tl.program_id(0),
             tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True),
         )
 
@@ -197,23 +222,26 @@ def _cast(
 ):
     """Quantizes a tile of ROWS x COLUMNS. See `cast`."""
     # Each program computes the scale again. If the delayed scale is set, it reads no amaxes.
-    old = tl.load(scales + ROLE) if DELAYED else 0.0
+    stored_scale = 0.0
+    if DELAYED:
+        stored_scale = tl.load(scales + ROLE)
     part = tl.arange(0, PARTS)
-    amax = tl.max(tl.load(parts + part, mask=part < tl.where(old == 0, count, 0), other=0.0))
+    is_read = part < tl.where(stored_scale == 0, count, 0)
+    amax = tl.max(tl.load(parts + part, mask=is_read, other=0.0))
     scale = _compute_scale(amax, target, 3.4028234663852886e38, POWER_2)
-    scale = tl.where(old == 0, scale, old)
+    scale = tl.where(stored_scale == 0, scale, stored_scale)
 
     tiles_across = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     row = (program // tiles_across) * ROWS + tl.arange(0, ROWS)
     column = (program % tiles_across) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
     # 64 bits: a tensor may have more than 2^31 elements.
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
-    v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(t + offsets, mask=mask, other=0.0).to(tl.float32)
 
-    # Under delayed scaling nobody has read the tensor yet: the amax of this tile is recorded. Under
-    # current scaling `amax` is that of the tensor already.
+    # Under delayed scaling nobody has read the tensor yet, so the amax of this tile is recorded.
+    # Under current scaling `amax` is the amax of the tensor already.
     if DELAYED and (RECORD or COUNT):
         a = tl.abs(v)
         amax = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
@@ -224,20 +252,18 @@ def _cast(
         _count_infinite(counts, v, amax)
     if RECORD:  # noqa: SIM102
         if DELAYED or program == 0:
-            # There is no atomic maximum of floats. The bits of magnitudes are in the same order.
             tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True), sem="relaxed")
 
     q = _saturate(v * scale, LARGEST).to(data.dtype.element_ty)
-    tl.store(data + offsets, q, mask=inside)
+    tl.store(data + offsets, q, mask=mask)
     if TRANSPOSE:
         # cuBLAS contracts the last dimension of both operands. GEMMs that contract the rows read
-        # this copy. tl.trans moves the tile through shared memory, so that both stores are
-        # coalesced.
-        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+        # this copy. tl.trans moves the tile through shared memory, so both stores are coalesced.
+        mask_t = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(
             transposed + column[:, None].to(tl.int64) * rows + row[None, :],
             tl.trans(q),
-            mask=inside_t,
+            mask=mask_t,
         )
     if program == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -267,16 +293,16 @@ def compute_part_amaxes(
     """
     return _read_in_parts[(num_parts(t),)](
         t,
-        parts,  # not read: it is the amax for COUNT
-        parts if scales is None else scales,
+        parts,  # in the place of `amax`, which only COUNT reads
+        pointer(scales, parts),
         parts,
         t.numel(),
-        0.0,
-        role,
-        scales is not None,
-        False,
-        keep_nan,
-        BLOCK,
+        REACH=0.0,
+        ROLE=role,
+        SCALED=scales is not None,
+        COUNT=False,
+        NAN=keep_nan,
+        BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,
     )
@@ -300,15 +326,15 @@ def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: 
     return _read_in_parts[(num_parts(t),)](
         t,
         amax,
-        amax if scale is None else scale,
+        pointer(scale, amax),
         counts,
         t.numel(),
-        reach,
-        0,
-        scale is not None,
-        True,
-        False,
-        BLOCK,
+        REACH=reach,
+        ROLE=0,
+        SCALED=scale is not None,
+        COUNT=True,
+        NAN=False,
+        BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,
     )
@@ -338,15 +364,15 @@ def cast(
         history: Amax record, float32 [length, 3]. The amax is folded into row 0. None records
             nothing.
         role: INPUT, WEIGHT or GRAD_OUTPUT.
-        target: `Scaling.scaled_max`, which the scale moves the amax to.
+        target: `Scaling.scaled_max`. The scale moves the amax to it.
         largest: The largest value of the format.
         power_2: Whether to round the scale down to a power of two.
         data: [R, C], written. In float32 it receives the scaled values.
         transposed: [C, R], written.
         scale_inv: Inverse scale, float32 [], written.
-        amaxes: Amaxes of parts if they are known, at most PARTS. The scale of no parts, [0], is 1.
-            They are not read if a delayed scale is set.
-        counts: Counts of clipped and of infinite values, which are added to. See `count`.
+        amaxes: Amaxes of parts if they are known, at most PARTS. Without parts, [0], the scale
+            is 1. They are not read if a delayed scale is set.
+        counts: The numbers of clipped and of infinite values are added to it. See `count`.
         reach: `Format.reach`.
 
     Returns:
@@ -356,37 +382,38 @@ def cast(
     if amaxes is None:
         parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
         compute_part_amaxes(t, parts, scales, role)
-        count = num_parts(t)
+        num_amaxes = num_parts(t)
     else:
         parts = amaxes
-        count = amaxes.numel()
-    # A kernel has no optional pointers. Tensors that it does not read or write stand in for None.
-    step_amaxes = parts if history is None else history[0]
+        num_amaxes = amaxes.numel()
+    step_amaxes = parts
+    if history is not None:
+        step_amaxes = history[0]
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     return _cast[(tiles,)](
         t,
-        parts if scales is None else scales,
-        step_amaxes.view(torch.int32),
+        pointer(scales, parts),
+        step_amaxes.view(torch.int32),  # as in `record_pointer`
         parts,
-        parts if counts is None else counts,
+        pointer(counts, parts),
         data,
-        data if transposed is None else transposed,
+        pointer(transposed, data),
         scale_inv,
         rows,
         columns,
-        count,
+        num_amaxes,
         target,
-        largest,
-        reach,
-        role,
-        scales is not None,
-        history is not None,
-        counts is not None,
-        power_2,
-        transposed is not None,
-        PARTS,
-        ROWS,
-        COLUMNS,
+        LARGEST=largest,
+        REACH=reach,
+        ROLE=role,
+        DELAYED=scales is not None,
+        RECORD=history is not None,
+        COUNT=counts is not None,
+        POWER_2=power_2,
+        TRANSPOSE=transposed is not None,
+        PARTS=PARTS,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
         num_warps=4,
         enable_fp_fusion=False,
     )
