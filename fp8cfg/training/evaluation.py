@@ -13,12 +13,8 @@ from fp8cfg.numerics.async_copies import HostCopy, copy_to_device
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training.step import (
-    NoTargets,
-    copy_batch_to_device,
-    count_local_targets,
-    pipeline_schedule,
-)
+from fp8cfg.training.microbatches import NoTargets, copy_batch_to_device, count_local_targets
+from fp8cfg.training.step import pipeline_schedule
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job

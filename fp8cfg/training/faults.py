@@ -27,6 +27,7 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import printable
 from fp8cfg.training.bad_steps import BadStep
 from fp8cfg.training.fault_report import Fault
+from fp8cfg.training.microbatches import count_microbatches, load_microbatches
 from fp8cfg.training.module_checks import (
     BACKWARD,
     MAX_LISTED,
@@ -36,10 +37,8 @@ from fp8cfg.training.module_checks import (
 )
 from fp8cfg.training.step import (
     compute_loss,
-    count_microbatches,
     dropping_gradients_on_error,
     extra_pass,
-    load_microbatches,
     quantized_weight_cache,
     run_microbatches,
     run_pipeline,

@@ -18,7 +18,7 @@ from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hub import BYTES, chosen_tokenizer
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
-from fp8cfg.training.step import NoTargets
+from fp8cfg.training.microbatches import NoTargets
 
 if TYPE_CHECKING:
     from fp8cfg.data import Samples

@@ -11,7 +11,7 @@ from fp8cfg.checkpoint.saver import Saver
 from fp8cfg.data import DataError
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
-from fp8cfg.training.step import NoTargets
+from fp8cfg.training.microbatches import NoTargets
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job

@@ -60,10 +60,11 @@ from fp8cfg.training.faults import report_fault
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
+from fp8cfg.training.microbatches import can_run_ahead, count_microbatches
 from fp8cfg.training.overflow_watch import OverflowCollector
 from fp8cfg.training.profiling import MemorySnapshots, StepProfiler
 from fp8cfg.training.signals import REQUEUE, StopSignals
-from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
+from fp8cfg.training.step import PendingStep, train_step
 from fp8cfg.training.step_report import Callback, StepReport
 
 if TYPE_CHECKING:

@@ -64,7 +64,8 @@ from fp8cfg.planning.zero_memory import reduction_bytes
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.tables import size, table
-from fp8cfg.training.step import count_microbatches, pipeline_schedule
+from fp8cfg.training.microbatches import count_microbatches
+from fp8cfg.training.step import pipeline_schedule
 
 BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, "peak": 0.15}
 """Largest accepted relative error of the plan, by kind."""

@@ -18,7 +18,7 @@ from fp8cfg.run_folder.file_names import FP8_STATS, METRICS
 from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse_line, to_json_value
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training.step import count_microbatches
+from fp8cfg.training.microbatches import count_microbatches
 
 if TYPE_CHECKING:
     from fp8cfg.building.job import Job

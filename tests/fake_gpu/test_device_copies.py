@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
-from fp8cfg.training.step import copy_batch_to_device
+from fp8cfg.training.microbatches import copy_batch_to_device
 from tools.fake_gpu import cases
 from tools.fake_gpu.recorder import is_fake, record
 from tools.gpu_rows.proof import without_proof

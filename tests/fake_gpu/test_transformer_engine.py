@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 import fp8cfg
 from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.checkpoint import saver
+from fp8cfg.training import microbatches
 from fp8cfg.training import step as training_step
 from tests.backends.test_te_extension import BOUND_IN_PARTS, recorded
 from tests.support.small import small_words
@@ -89,7 +90,8 @@ def test_a_job_trains_evaluates_saves_and_resumes(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "_find_nonfinite", lambda *_: None)  # values are what memory held
-    monkeypatch.setattr(training_step, "refuse_without_targets", lambda *_: None)
+    for module in (microbatches, training_step):
+        monkeypatch.setattr(module, "refuse_without_targets", lambda *_: None)
     steady_signs()
     preset, *rest = words
     given = small_words(*SHAPE, f"precision={preset}", *rest)

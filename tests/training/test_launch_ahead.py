@@ -18,10 +18,9 @@ from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training import loop, runs
-from fp8cfg.training import step as training_step
+from fp8cfg.training import loop, microbatches, runs
 from fp8cfg.training.loop import Callback
-from fp8cfg.training.step import can_run_ahead
+from fp8cfg.training.microbatches import can_run_ahead
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps
 
@@ -37,7 +36,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def _run_ahead(patch: pytest.MonkeyPatch, ahead: bool) -> None:
     """Lets runs launch a step before the one before is read, or not. Under a loss scale none does."""
-    for module in (loop, training_step):
+    for module in (loop, microbatches):
         patch.setattr(module, "can_run_ahead", lambda job: ahead and job.loss_scaler is None)
 
 
@@ -384,7 +383,7 @@ def _on_rank(world: World) -> dict[str, Any]:
 
 def _masked(world: World, *words: str) -> Any:
     """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
-    lines, targets = [], training_step.count_local_targets
+    lines, targets = [], microbatches.count_local_targets
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loop.RunLogs,
@@ -393,7 +392,7 @@ def _masked(world: World, *words: str) -> Any:
         )
         job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
         patch.setattr(
-            training_step,
+            microbatches,
             "count_local_targets",
             lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given),
         )

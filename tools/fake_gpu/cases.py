@@ -36,6 +36,7 @@ from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.mixed_precision import param_groups
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.training import microbatches
 from fp8cfg.training import step as training_step
 from fp8cfg.training.data import run_data
 from tools.gpu_rows.fit_steps import FitSteps
@@ -218,7 +219,8 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
         job.compile_model()
     batches, _ = run_data(job.recipe)
     # Counts of targets have no values here.
-    training_step.refuse_without_targets = lambda *_: None  # type: ignore[assignment]
+    for module in (microbatches, training_step):
+        module.refuse_without_targets = lambda *_: None  # type: ignore[attr-defined]
     steps = FitSteps(job, batches, World(0, ranks))
     return {"step": lambda: steps.take(job.optimizer.steps)}
 

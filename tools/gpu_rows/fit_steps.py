@@ -10,8 +10,9 @@ from fp8cfg.building.job import Job
 from fp8cfg.data import Batches
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
+from fp8cfg.training.microbatches import can_run_ahead
 from fp8cfg.training.overflow_watch import OverflowCollector
-from fp8cfg.training.step import PendingStep, can_run_ahead, train_step
+from fp8cfg.training.step import PendingStep, train_step
 
 
 class FitSteps:
