@@ -148,7 +148,7 @@ class LinearBytes:
         )
 
     def _set_norm_bytes(self) -> None:
-        """Sets the sizes of norms."""
+        """Sets the sizes of norms (models/norms.py)."""
         model = self.recipe.model
         is_rms = model.normalization == "RMSNorm"
         # RMSNorm is fused on GPUs only. On a CPU it also keeps the normalized input in float32,
@@ -169,6 +169,7 @@ class LinearBytes:
             if model.qk_layernorm == "head":
                 norms_per_token = self.heads
             channels = self.query_channels + self.key_channels
+            # Float32 inputs, and statistics of 4 bytes for queries and 4 for keys.
             self.qk_norm_bytes = (4 + normalized_bytes) * channels + 8 * norms_per_token
             self.norms_bytes += self.qk_norm_bytes
         # With an fp32 compute dtype a layer's input is the float32 input of its first norm.

@@ -395,8 +395,9 @@ def optimizer_step_bytes(
         shapes = parameter_shapes(transformer_config(recipe))
         largest = max(prod(shape) for shape in shapes.values())
         piece = PIECE_BYTES * min(PIECES[device], largest)
-    # Three float32 temporaries of the histories of input, weight and grad_output.
-    rolled_histories = 3 * 3 * 4 * history * len(fp8_sizes)
+    # Three float32 temporaries while the histories are rolled (numerics/amax_update.py), for input,
+    # weight and grad_output of each layer.
+    rolled_histories = 3 * 4 * 3 * history * len(fp8_sizes)
     amaxes = 0
     quantizes_after_step = keeps_quantized_weights(recipe, part, backend) or (
         is_fsdp2 and gathers_params(precision, backend)

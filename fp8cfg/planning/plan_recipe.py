@@ -108,6 +108,7 @@ def report_plan(
         world = recipe.trainer.num_nodes * recipe.trainer.devices
     if not recipe_violations:
         recipe = smoke.cut_recipe(recipe, world)
+
     hardware = Hardware("cpu")
     memory_per_rank = UNBOUNDED
     if gpu:
@@ -117,6 +118,7 @@ def report_plan(
     all_violations = violations(recipe, hardware, world, here=gpu is None)
     if any(violation.source == "rule" for violation in all_violations):
         raise ConfigError(all_violations)
+
     # A plan without a backend still has memory and coverage, so this error is only recorded.
     choice: Choice | None = None
     refusals: list[str] = []
@@ -125,6 +127,7 @@ def report_plan(
         choice = choose_backend(recipe, hardware, rank_part(recipe, world), here=gpu is None)
     except ConfigError as error:
         refusals = error.problems
+
     try:
         refuse_if(recipe_violations)
         layout = checked_parts(recipe, world)
@@ -135,9 +138,11 @@ def report_plan(
             if fit:
                 lines = append_commands(lines, fit.where("there"), [command_line(fit)])
         raise ConfigError([*refusals, *lines]) from None
+
     backend = choice.backend if choice else None
     ranks = _plan_ranks(recipe, layout, world, hardware.device, backend)
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
+
     layout_problems = [str(violation) for violation in layout_violations(recipe, world)]
     problems: Sequence[str]
     # Each problem is reported once. `refusals` may already have a line on the layout.
@@ -156,6 +161,7 @@ def report_plan(
     low_coverage = min_coverage_problem(recipe, coverage)
     if low_coverage:
         problems = [*problems, low_coverage]
+
     built = None
     if choice:
         plan_of_job = job_plan.make_plan(recipe, hardware, choice=choice, world=world)

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8cfg.backends.choice import Choice, Hardware
-from fp8cfg.planning import hardware as speedups
-from fp8cfg.planning import remarks, training_data
+from fp8cfg.planning import remarks, speedups, training_data
 from fp8cfg.planning.communication import Sent
 from fp8cfg.planning.coverage import Coverage
 from fp8cfg.planning.fit_search import Fit
