@@ -358,8 +358,8 @@ def quantizes_weights_once(
 
 # Column-parallel modules split weights along dimension 0, and biases. Row-parallel modules split
 # weights along dimension 1. The embedding is split by vocabulary.
-COLUMN = ("linear_qkv", "linear_fc1", "embedding", "output_layer")
-ROW = ("linear_proj", "linear_fc2")
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "embedding", "output_layer")
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 def split_dimension(recipe: Recipe, name: str) -> int | None:
@@ -367,18 +367,18 @@ def split_dimension(recipe: Recipe, name: str) -> int | None:
     layer, _, adapter = name.partition(".lora.")
     if adapter:
         # Of an update B A, only the factor next to the split dimension of the weight is split.
-        is_column_parallel = layer.rpartition(".")[2] in COLUMN
+        is_column_parallel = layer.rpartition(".")[2] in COLUMN_PARALLEL
         if is_column_parallel and name.endswith("lora_B"):
             return 0
         if not is_column_parallel and name.endswith("lora_A"):
             return 1
         return None
     module = name.split(".")[-2]
-    if module in COLUMN:
+    if module in COLUMN_PARALLEL:
         return 0
     if module in ("q_layernorm", "k_layernorm") and recipe.model.qk_layernorm == "hidden":
         return 0  # one norm over all heads
-    if module in ROW and name.endswith(".weight"):
+    if module in ROW_PARALLEL and name.endswith(".weight"):
         return 1
     return None
 

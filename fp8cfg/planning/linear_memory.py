@@ -30,13 +30,10 @@ from fp8cfg.planning.gemm_memory import (
     weight_needs_two_copies,
 )
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
-from fp8cfg.planning.layout import Part, keeps_quantized_weights, microbatches
+from fp8cfg.planning.layout import COLUMN_PARALLEL, Part, keeps_quantized_weights, microbatches
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import SCALED, gathers_params
-
-# Column-parallel layers. Under sequence parallelism they gather their input.
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
 
 
 class QuantizedBytes(NamedTuple):
@@ -457,6 +454,7 @@ def keeps_input_shard(recipe: Recipe, part: Part, linear: PlannedLinear) -> bool
         return False
     if quantizes_twice(recipe) and keeps_input(recipe, linear):
         return False
+    # Only column-parallel layers gather their input.
     runs_fp8 = bool(linear.gemms[0] and linear.gemms[2])
     return linear.name.endswith(COLUMN_PARALLEL) and runs_fp8
 

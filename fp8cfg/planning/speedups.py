@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.planning.layout import Part
+from fp8cfg.planning.layout import COLUMN_PARALLEL, Part
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 
@@ -21,8 +21,6 @@ PUBLISHED_MLP = 16384
 PUBLISHED_TOKENS = 15872
 # The index of a Transformer layer in a module name.
 _INDEX = re.compile(r"^layers\.\d+\.")
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
-"""Column-parallel layers, with split output features. The other layers are row-parallel."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,8 @@ def too_small_layers(
     small_layers = {}
     for linear in linears:
         inputs, outputs = linear.in_features, linear.out_features
-        if linear.name.rpartition(".")[2] in _COLUMN_PARALLEL:
+        # Column-parallel layers split output features, row-parallel layers input features.
+        if linear.name.endswith(COLUMN_PARALLEL):
             outputs //= part.tensor
         else:
             inputs //= part.tensor
