@@ -238,20 +238,23 @@ class FsdpSchedule(BackwardSchedule):
         if device == "cpu" or self.shards == 1:
             self.extra_copy_bytes = self.cast_bytes or self.copy_bytes
 
-        # Replica groups keep sums until the pass ends if something else is made of them. Quantized
-        # gradients are, but after several microbatches they take the place of what was added up.
+        # Replica groups keep the sums of a pass until it ends if the sums are converted then: widened
+        # to float32, added to stored gradients, or quantized. After several microbatches quantized
+        # gradients replace the accumulated ones.
         quantizes_sums = part.state.linear["weight_grad"] in SCALED and not self.reduces_once
         converts_sums = (
             self.copy_bytes < 4 or recipe.storage.accumulate == "stored" or quantizes_sums
         )
-        self.keeps_sums = (part.groups > 1 or shard == "none") and converts_sums
+        is_replicated = part.groups > 1 or shard == "none"
+        self.keeps_sums = is_replicated and converts_sums
 
-        # zero1 and zero2 free a group's weights after its backward pass, in the widest pass of a
-        # step. With more than two passes of zero2 the widest one is not the last.
-        self.frees_weights = not (
-            self.is_fsdp or self.in_pipeline or (shard == "zero2" and passes > 2)
-        )
-        # Of two passes of zero2 only the second one frees weights, and all gradient shards exist.
+        # zero1 and zero2 free a group's weights after its backward pass, but only in the last pass
+        # of a step. With more than two passes of zero2 an earlier pass has the peak. Pipeline stages
+        # free weights after all passes.
+        self.frees_weights = shard != "fsdp" and not self.in_pipeline
+        if shard == "zero2" and passes > 2:
+            self.frees_weights = False
+        # Of two passes of zero2 the second one frees weights, but all gradient shards exist in it.
         self.has_second_pass = shard == "zero2" and passes > 1
         self.prefetches = self.shards > 1 and len(part.layers) > part.chunks
         self.groups = _parameter_groups(recipe, part, linears, backend)

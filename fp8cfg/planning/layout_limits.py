@@ -69,35 +69,32 @@ def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
         stages: Number of pipeline stages.
         chunks: Chunks of layers per stage.
     """
-    # Backward runs through all chunks, down to the first one. Without an adapter there autograd
-    # records no graph. Other stages need an adapter in any chunk, to have parameters to train.
     layers = recipe.model.num_layers
     if not recipe.lora.enabled or layers % (stages * chunks):
         return []  # another rule rejects the sizes
-    adapted = set()
+    adapted_layers = set()
     for projection in adapted_projections(recipe):
-        module = projection.module.split(".")
-        # The output layer belongs to the stage of the last layer.
-        adapted.add(int(module[1]) if module[0] == "layers" else layers - 1)
-    chunks_by_stage = stage_chunks(layers, stages, chunks)
-    empty = None
-    if not adapted & set(chunks_by_stage[0][0]):
-        empty = 0
-    else:
-        for stage, stage_layers in enumerate(chunks_by_stage):
-            if not adapted & set(chain(*stage_layers)):
-                empty = stage
-                break
-    if empty is None:
-        return []
+        module, _, name = projection.module.partition(".")
+        if module == "layers":
+            adapted_layers.add(int(name.partition(".")[0]))
+        else:  # the output layer, on the stage of the last layer
+            adapted_layers.add(layers - 1)
     key = recipe.trainer.strategy.key("pipeline_model_parallel_size")
-    return [
-        _violation(
-            "lora.targets",
-            f"pipeline stage {empty} has no adapter to train; add layers of each stage, or set"
-            f" {key}=1",
-        )
-    ]
+    for stage, layers_by_chunk in enumerate(stage_chunks(layers, stages, chunks)):
+        # A stage needs parameters to train, in any chunk. On the first stage backward runs down to
+        # the first chunk. Without an adapter there autograd records no graph.
+        candidates = set(chain(*layers_by_chunk))
+        if stage == 0:
+            candidates = set(layers_by_chunk[0])
+        if not adapted_layers & candidates:
+            return [
+                _violation(
+                    "lora.targets",
+                    f"pipeline stage {stage} has no adapter to train; add layers of each stage, or"
+                    f" set {key}=1",
+                )
+            ]
+    return []
 
 
 def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
@@ -123,7 +120,9 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
         if samples % micro == 0 and (not is_interleaved or samples // micro % stages == 0):
             fix = f"trainer.micro_batch_size={micro}"
             break
-    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+    microbatches = f"{count} microbatches"
+    if count == 1:
+        microbatches = "1 microbatch"
     yield _violation(
         f"{strategy.key('pipeline_model_parallel_size')}={stages}",
         f"a step has {microbatches} on each rank, but {reason}; set {fix}",

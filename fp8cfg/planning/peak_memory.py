@@ -65,23 +65,23 @@ class Parameters:
     """Numbers of parameters on one rank.
 
     Attributes:
-        linear: Weights of linear layers in the dtype of storage.weight.
-        other: All other parameters of the model.
+        linear_weights: Weights of linear layers in the dtype of storage.weight.
+        other_parameters: All other parameters of the model.
         adapters: LoRA adapters. With adapters all other parameters are frozen.
     """
 
-    linear: int
-    other: int
+    linear_weights: int
+    other_parameters: int
     adapters: int = 0
 
     @property
     def total(self) -> int:
         """All parameters, trained and frozen."""
-        return self.linear + self.other + self.adapters
+        return self.linear_weights + self.other_parameters + self.adapters
 
     @property
     def trained(self) -> Parameters:
-        """The trained parameters: all of them, or only the adapters, counted as `other`."""
+        """The trained parameters: all of them, or only the adapters, counted as other parameters."""
         if self.adapters:
             return Parameters(0, self.adapters)
         return self
@@ -120,20 +120,22 @@ def plan_memory(
         fp8_elements = sum(linear.weights for linear in linears if linear.fp8)
         kinds["FP8 copies"] += fp8_elements // (part.tensor * part.shards)
 
-    unquantized = unquantized_gradient_bytes(recipe, part, linears)
-    wider = gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
+    # Gradients take more bytes until they are reduced or quantized: FSDP2's shards, or the whole
+    # gradients of a rank.
+    wider_shards = unquantized_gradient_bytes(recipe, part, linears)
+    wider_gradients = gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
     if is_fsdp:
         kinds["gathered"] = in_passes.unsharded
-        if unquantized:
-            kinds["accumulation"] = unquantized
+        if wider_shards:
+            kinds["accumulation"] = wider_shards
     elif schedule:
         kinds["accumulation"] = in_passes.unsharded
         if schedule.reduces_once:
-            kinds["accumulation"] += wider
+            kinds["accumulation"] += wider_gradients
         else:
-            kinds["accumulation"] += unquantized
-    elif wider > 0:
-        kinds["accumulation"] = wider
+            kinds["accumulation"] += wider_shards
+    elif wider_gradients > 0:
+        kinds["accumulation"] = wider_gradients
     elif device == "cuda" or part.tensor > 1:
         waiting = waiting_gradient_bytes(recipe, part, linears, backend)
         if waiting:
@@ -143,6 +145,7 @@ def plan_memory(
     kinds["backward"] = in_passes.backward
 
     peak = in_passes.total
+    # A single microbatch frees activations before its gradients exist.
     single = single_microbatch_schedule(recipe, device, part, linears, backend, wgrad_bytes)
     if single:
         in_one = activations(recipe, device, part, linears, wgrad_bytes, backend, single)
@@ -158,8 +161,12 @@ def plan_memory(
     kinds["gradient sums"] = max(0, reduction - freed)
     step = optimizer_step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - peak - kinds["gradient sums"])
-    if not is_fsdp2 or (count_parameters(recipe, part, linears).adapters and not is_fsdp):
-        # With FSDP2 the model is created on the meta device, and only shards are initialized.
+    # FSDP2 creates the model on the meta device and initializes only shards. With zero1 and zero2,
+    # frozen weights of LoRA are not sharded.
+    initializes_shards = is_fsdp2
+    if count_parameters(recipe, part, linears).adapters and not is_fsdp:
+        initializes_shards = False
+    if not initializes_shards:
         start = initialization_bytes(recipe, part, linears)
         kinds["to start"] = max(0, start - sum(kinds.values()))
     return kinds
@@ -225,13 +232,16 @@ def persistent_memory(
     linear_bytes = ELEMENT_BYTES[remarks.chart_row(recipe, part.state)["weight"]]
     other_bytes = ELEMENT_BYTES[part.state.other["weight"]]
     counts = count_parameters(recipe, part, linears)
-    weights = counts.linear * linear_bytes + (counts.other + counts.adapters) * other_bytes
+    weights = (
+        counts.linear_weights * linear_bytes
+        + (counts.other_parameters + counts.adapters) * other_bytes
+    )
     kinds = {"weights": int(weights)}
     kinds.update(state_bytes(recipe, part, linears, backend, rank))  # fsdp: weights too
     if counts.adapters and part.shard == "fsdp":
         # Frozen weights are sharded too, in the compute dtype.
         linear_bytes = ELEMENT_BYTES[precision.compute]
-        frozen = counts.linear * linear_bytes + counts.other * other_bytes
+        frozen = counts.linear_weights * linear_bytes + counts.other_parameters * other_bytes
         kinds["weights"] += int(frozen) // part.shards
 
     kinds["FP8 copies"] = 0
@@ -240,7 +250,7 @@ def persistent_memory(
         fp8_layers = sum(linear.fp8 for linear in linears)
         kinds["FP8 copies"] = fp8_layers * 3 * 4 * (recipe.fp8.amax_history_len + 1)
     if part.state.fp8_weights:
-        extra = int(counts.linear * fp8_weight_extra_bytes(recipe))
+        extra = int(counts.linear_weights * fp8_weight_extra_bytes(recipe))
         extra += row_scale_bytes(recipe, part, linears)
         # FSDP2 gathers scales and second copies with the weights, and frees them after the step.
         if by_fsdp2(recipe, part.state, part.shards, backend) and not counts.adapters:
@@ -331,7 +341,7 @@ def gradient_bytes_before_step(recipe: Recipe, part: Part, linears: Sequence[Pla
     if adds_microbatches or casts_to_send:
         linear_bytes = gradient_bytes(part)
     other_bytes = ELEMENT_BYTES[part.state.other["weight_grad"]]
-    return int(trained.linear * linear_bytes + trained.other * other_bytes)
+    return int(trained.linear_weights * linear_bytes + trained.other_parameters * other_bytes)
 
 
 def initialization_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:

@@ -52,7 +52,8 @@ def unused_patterns(recipe: Recipe) -> list[str]:
         for pattern in patterns:
             # Plan the layers without this pattern, and compare.
             recipe_without = recipe.model_copy(deep=True)
-            setattr(recipe_without.fp8, key, tuple(other for other in patterns if other != pattern))
+            remaining = [candidate for candidate in patterns if candidate != pattern]
+            setattr(recipe_without.fp8, key, tuple(remaining))
             linears = plan_layers(recipe_without)
             if any(linear.fp8 != planned[linear.name].fp8 for linear in linears):
                 continue
@@ -62,8 +63,8 @@ def unused_patterns(recipe: Recipe) -> list[str]:
                 continue
             effect = "without it the same layers run"
             if key == "exclude":
-                matched = (lin for lin in linears if fnmatch.fnmatchcase(lin.name, pattern))
-                reason = next(matched).reason
+                matched = [lin for lin in linears if fnmatch.fnmatchcase(lin.name, pattern)]
+                reason = matched[0].reason
                 effect = f"its layers stay in high precision without it ({reason})"
             remarks.append(f"fp8.{key}={pattern}: changes nothing, {effect}")
     return remarks

@@ -72,7 +72,7 @@ def test_ms_amp_leaves_all_but_linear_layers_in_float32(
     )
     assert (
         sum(kinds.values()) - kinds["FP8 copies"]
-        == linear * count.linear + other * count.other + 4 * scales
+        == linear * count.linear_weights + other * count.other_parameters + 4 * scales
     )
 
 
@@ -164,8 +164,10 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     )
     assert kinds["gradients"] + kinds.get(
         "accumulation", 0
-    ) == each * count.linear + 4 * count.other + (scales if each == 1 and not own else 0)
-    assert kinds["gradients"] == (own or count.linear + 4 * count.other + scales)
+    ) == each * count.linear_weights + 4 * count.other_parameters + (
+        scales if each == 1 and not own else 0
+    )
+    assert kinds["gradients"] == (own or count.linear_weights + 4 * count.other_parameters + scales)
 
 
 def gathered(recipe: Recipe, backend: str) -> str:
