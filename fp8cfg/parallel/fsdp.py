@@ -46,8 +46,7 @@ from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
 from fp8cfg.parallel.process_group import SENT, World, current, ring_bytes
 from fp8cfg.parallel.sharding import shards_columns
-from fp8cfg.schema.rules_layout import ZERO
-from fp8cfg.schema.storage import StateDtypes
+from fp8cfg.schema.storage import ZERO, StateDtypes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

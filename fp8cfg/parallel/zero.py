@@ -26,7 +26,7 @@ from fp8cfg.parallel.process_group import World, data_parallel_world
 from fp8cfg.parallel.quantized_allreduce import gather_from_owners
 from fp8cfg.parallel.sharding import balance_over_ranks
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.rules_layout import ZERO
+from fp8cfg.schema.storage import ZERO
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.codecs import Codec

@@ -16,9 +16,9 @@ from fp8cfg.planning.layer_plan import adapted_projections, plan_layers, transfo
 from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_layout import ZERO, by_fsdp2
+from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import SCALED, StateDtypes, level, resolve_state_dtypes
+from fp8cfg.schema.storage import SCALED, ZERO, StateDtypes, level, resolve_state_dtypes
 from fp8cfg.schema.violation import Violation
 
 

@@ -25,7 +25,6 @@ from fp8cfg.schema.violation import Violation
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe_fields import RecipeFields
 
-ZERO = ("zero1", "zero2")
 MAX_GPUS_PER_NODE = 8
 """The largest trainer.devices in a suggestion: a DGX or HGX node."""
 

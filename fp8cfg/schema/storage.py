@@ -23,6 +23,8 @@ SCALED = ("fp16_scaled", *FP8_CODECS)
 """Dtypes whose tensors have scales."""
 PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
 """Dtypes with one scale for a whole tensor."""
+ZERO = ("zero1", "zero2")
+"""Values of storage.shard that shard the optimizer. A rank steps only the parameters it owns."""
 Columns = dict[str, str]
 
 
