@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from fp8cfg.optim.state_dict import (
     hyperparameters,
     restore,
 )
+
+if TYPE_CHECKING:
+    from fp8cfg.numerics.codecs import EncodedTensor
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -273,6 +276,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     def owns(self, parameter: nn.Parameter) -> bool:
         """Returns whether this rank keeps the state of `parameter` and steps it."""
         return self._owned is None or self.names[parameter] in self._owned
+
+    @property
+    def stored_grads(self) -> dict[nn.Parameter, EncodedTensor]:
+        """Returns an empty dict. Only the low-bit optimizers store gradients in a codec."""
+        return {}
 
     def drop_others(self) -> None:
         """Drops gradients of parameters that other ranks own, and remembers that they existed."""

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.numerics.codecs import EncodedTensor, get_codec
-from fp8cfg.optim.low_bit.adam import LowBitTraining
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.process_group import World, data_parallel_world, pipeline_world
@@ -37,6 +36,7 @@ from fp8cfg.parallel.tensor import TensorRank, partial_gradients
 from fp8cfg.schema.storage import SCALED
 
 if TYPE_CHECKING:
+    from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
@@ -65,7 +65,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     # One call for all gradients of a codec: it packs them into few messages.
     stored: dict[str, list[nn.Parameter]] = defaultdict(list)
     plain: dict[str, list[nn.Parameter]] = defaultdict(list)
-    encoded_grads = stored_grads(optimizer)
+    encoded_grads = optimizer.stored_grads
     for name, parameter in prepared.model.named_parameters():
         comm = prepared.columns[name]["comm"]
         if parameter in encoded_grads:
@@ -89,7 +89,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
         else:
             sum_stored(entries, get_codec(comm), world)
     if reduces_to_owners:
-        _drop_gradients_of_others(optimizer, encoded_grads)
+        optimizer.drop_others()
 
 
 @torch.no_grad()
@@ -118,21 +118,6 @@ def _owners_of(
 ) -> list[int]:
     """Returns the rank that steps each parameter under ZeRO."""
     return [prepared.owner[optimizer.names[parameter]] for parameter in parameters]
-
-
-def _drop_gradients_of_others(
-    optimizer: Optimizer, encoded_grads: dict[nn.Parameter, EncodedTensor]
-) -> None:
-    """Frees the gradients of parameters that other ranks step."""
-    if not isinstance(optimizer, LowBitTraining):
-        optimizer.drop_others()
-        return
-    for parameter in optimizer.names:
-        has_grad = parameter.grad is not None or parameter in encoded_grads
-        if has_grad and not optimizer.owns(parameter):
-            parameter.grad = None
-            # An empty entry tells the low-bit optimizer that there was a gradient.
-            encoded_grads[parameter] = ()
 
 
 def stores_early(prepared: PreparedModel) -> bool:
@@ -172,10 +157,3 @@ def tensor_world(prepared: PreparedModel) -> World:
     """Returns the tensor-parallel ranks of this rank."""
     place: TensorRank = prepared.tensor_parallel
     return World(place.rank, place.size, group=place.process_group)
-
-
-def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, EncodedTensor]:
-    """Returns the gradients that the optimizer stores in a codec."""
-    if isinstance(optimizer, LowBitTraining):
-        return optimizer.stored_grads
-    return {}

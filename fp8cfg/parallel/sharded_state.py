@@ -19,7 +19,6 @@ from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight
 from fp8cfg.numerics.fsdp_weights import split_fields
 from fp8cfg.numerics.stored_state import amax_record, stored_state_dict
-from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.gradient_sync import tensor_world
 from fp8cfg.parallel.zero import columns_of
@@ -28,6 +27,7 @@ from fp8cfg.schema.precision import Precision
 if TYPE_CHECKING:
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.models.weight_init import TensorShard
+    from fp8cfg.optim.low_bit.adam import LowBitTraining
 
 
 def tensor_parallel_starts(prepared: PreparedModel) -> dict[nn.Parameter, StridedStart]:

@@ -43,7 +43,7 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.linear_operands import cached_weights
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.optim.low_bit.columns import local
-from fp8cfg.parallel.gradient_sync import stored_grads, sum_gradients
+from fp8cfg.parallel.gradient_sync import sum_gradients
 from fp8cfg.parallel.process_group import current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.activation_memory import logit_bytes
@@ -333,7 +333,7 @@ def gradient_tensors(job: Job) -> list[Tensor]:
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-    return gradients + _flat(stored_grads(job.optimizer))
+    return gradients + _flat(job.optimizer.stored_grads)
 
 
 def tensors_by_kind(job: Job) -> dict[str, list[Tensor]]:

@@ -164,6 +164,15 @@ class LowBitOptimizer(NamedOptimizer):
         """Returns whether this rank keeps the state of a parameter and steps it."""
         return self._owned is None or self.names[parameter] in self._owned
 
+    def drop_others(self) -> None:
+        """Drops gradients of parameters that other ranks own, and remembers that they existed."""
+        for p in self.names:
+            has_grad = p.grad is not None or p in self.stored_grads
+            if has_grad and not self.owns(p):
+                p.grad = None
+                # Empty, because the step only needs to know that there was a gradient.
+                self.stored_grads[p] = ()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter with a gradient.
