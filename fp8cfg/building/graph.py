@@ -207,10 +207,10 @@ def build_plan(recipe: Recipe, custom_model: nn.Module | None = None) -> Plan:
 
 def build_model(plan: Plan, config: Model) -> PreparedModel:
     """Builds the model on its device, with FP8 layers and storage dtypes as planned."""
-    from fp8cfg.building.model import prepared_model
+    from fp8cfg.building.model import prepare_model
 
     _check_section("model.config", config, plan.recipe.model)
-    return prepared_model(plan)
+    return prepare_model(plan)
 
 
 def build_loss_scaler(plan: Plan, precision: Precision) -> LossScaler | None:
@@ -232,12 +232,12 @@ def build_optimizer(
     plan: Plan, model: PreparedModel, loss_scaler: LossScaler | None, config: Optim
 ) -> Optimizer:
     """Builds the optimizer of the model's parameters. It takes over the masters of `model`."""
-    from fp8cfg.building import optimizer
+    from fp8cfg.building.optimizer import make_optimizer
 
     _check_section("optimizer.config", config, plan.recipe.optim)
     _check_plan("optimizer.plan", plan, model)
     trainer = plan.recipe.trainer
-    return optimizer.optimizer(
+    return make_optimizer(
         model,
         plan.precision,
         config,

@@ -50,7 +50,7 @@ from fp8cfg.schema.storage import (
 )
 
 
-def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
+def prepare_model(plan: Plan, loaded: bool = False) -> PreparedModel:
     """Builds the planned model on its device.
 
     Args:

@@ -34,7 +34,7 @@ from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.training import Optim
 
 
-def optimizer(
+def make_optimizer(
     prepared: PreparedModel,
     precision: Precision,
     optim: Optim,
@@ -97,7 +97,7 @@ def _mixed_precision(
     choice: Choice,
     loss_scaler: LossScaler | None,
 ) -> MixedPrecisionOptimizer:
-    """Builds torch's optimizer over float32 masters. Arguments as in `optimizer`."""
+    """Builds torch's optimizer over float32 masters. Arguments as in `make_optimizer`."""
     model = prepared.model
     owned = zero.partition_state(prepared, precision)
     if owned is not None:
@@ -129,7 +129,7 @@ def _low_bit_adam(
     loss_scaler: LossScaler | None,
     seed: int,
 ) -> LowBitTraining:
-    """Builds the low-bit Adam. Arguments as in `optimizer`.
+    """Builds the low-bit Adam. Arguments as in `make_optimizer`.
 
     The float32 masters of `prepared` are freed once the low-bit state is made from them.
     """

@@ -22,7 +22,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.first_weights import first_weight, make_adapters
-from fp8cfg.building.model import prepared_model
+from fp8cfg.building.model import prepare_model
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.job_state import backend_change
 from fp8cfg.checkpoint.job_tensors import frozen_weight_names, refuse_other_base
@@ -158,7 +158,7 @@ def load(
         say(note)
     # With LoRA the frozen weights are filled here, since the load only replaces the adapters.
     has_all_weights = not recipe.lora.enabled
-    prepared = prepared_model(run_plan, loaded=has_all_weights)
+    prepared = prepare_model(run_plan, loaded=has_all_weights)
     refuse_other_base(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, frozen_weight_names(recipe, prepared.model))
@@ -199,7 +199,7 @@ def in_precision(run: RunModel, name: str, say: Callable[[str], None]) -> RunMod
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     run_plan = make_plan(recipe, hardware)
-    prepared = prepared_model(run_plan, loaded=True)
+    prepared = prepare_model(run_plan, loaded=True)
     prepared.model.load_state_dict(run.model.state_dict())
     return replace(
         run,

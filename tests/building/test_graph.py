@@ -164,15 +164,17 @@ def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
     """The job of `recipe`, without a graph."""
     from fp8cfg.building import graph, optimizer
     from fp8cfg.building.job import JobAutocast
-    from fp8cfg.building.model import prepared_model
+    from fp8cfg.building.model import prepare_model
     from fp8cfg.optim.lr_schedule import Schedule
     from fp8cfg.planning.job_plan import plan_on_this_machine
 
     plan = plan_on_this_machine(recipe)
-    model = prepared_model(plan)
+    model = prepare_model(plan)
     scaler = graph.build_loss_scaler(plan, recipe.precision)
     clip, seed = recipe.trainer.gradient_clip_val, recipe.trainer.seed
-    adam = optimizer.optimizer(model, plan.precision, recipe.optim, clip, plan.choice, scaler, seed)
+    adam = optimizer.make_optimizer(
+        model, plan.precision, recipe.optim, clip, plan.choice, scaler, seed
+    )
     autocast = JobAutocast(model, plan.choice, plan.precision, custom_model=False)
     return graph.build_job(
         recipe, plan, model, scaler, adam, Schedule.from_recipe(recipe), autocast
@@ -183,7 +185,7 @@ def test_a_build_makes_one_plan_and_one_model(monkeypatch: pytest.MonkeyPatch) -
     from fp8cfg.building import model
 
     calls = []
-    for module, name in ((graph_nodes, "plan_on_this_machine"), (model, "prepared_model")):
+    for module, name in ((graph_nodes, "plan_on_this_machine"), (model, "prepare_model")):
         function = getattr(module, name)
 
         def count(*args: Any, function: Any = function, name: str = name) -> Any:
@@ -192,7 +194,7 @@ def test_a_build_makes_one_plan_and_one_model(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(module, name, count)
     job = fdl.build(fp8cfg.lower(small(FP8)))
-    assert calls == ["plan_on_this_machine", "prepared_model"]
+    assert calls == ["plan_on_this_machine", "prepare_model"]
     parameters = {id(parameter) for parameter in job.model.parameters()}
     assert {id(p) for group in job.optimizer.param_groups for p in group["params"]} == parameters
 

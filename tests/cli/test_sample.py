@@ -187,7 +187,7 @@ def test_on_a_gpu_blocks_are_computed_forward_and_what_it_lacks_is_refused_with_
     )
     monkeypatch.setattr(
         trained_model,
-        "prepared_model",
+        "prepare_model",
         lambda plan, *_, **__: SimpleNamespace(model=found.model, recipe=plan.recipe),
     )
     assert in_precision(found, "bf16_fp8_block", print).recipe.fp8.format == "e4m3"
