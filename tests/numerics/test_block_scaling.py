@@ -279,7 +279,7 @@ def test_steps_round_as_the_cast_does(values: list[float]) -> None:
 def test_the_transform_is_copied_to_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not where a mode of torch's sees operations, as in selective checkpoints and FakeTensorMode."""
     sent, gpu = list[torch.dtype](), torch.device("cuda", 0)
-    monkeypatch.setattr(quantize, "sent", lambda t, device: sent.append(t.dtype) or t)
+    monkeypatch.setattr(quantize, "copy_to_device", lambda t, device: sent.append(t.dtype) or t)
     quantize._cached_hadamard_matrix.cache_clear()
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32):
         assert torch.equal(quantize._hadamard_matrix(gpu, dtype), HADAMARD_MATRIX.to(dtype))
