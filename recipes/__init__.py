@@ -3,7 +3,8 @@
     from fp8cfg.recipes import llama_8b
     recipe = llama_8b()
 
-A module of this folder is a family; every function that it registers is here by name. A new family needs its line below.
+Each module of this folder is a model family. This package has all of their recipe functions by name. To
+add a family, write its module and import it below.
 """
 
 from typing import TYPE_CHECKING
@@ -22,12 +23,17 @@ from fp8cfg.schema.errors import nearest
 __all__ = recipe_registry.of_package(__name__)
 
 
-if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every attribute
+# A type checker would accept any name from a module with __getattr__.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        near = None if name.startswith("_") else nearest(name, __all__)
-        if near:  # of an AttributeError, `from fp8cfg.recipes import` would lose the text
-            raise ImportError(f"fp8cfg.recipes has no recipe {name!r}; did you mean {near!r}?")
+        """Suggests the nearest recipe for an unknown name."""
+        similar = None
+        if not name.startswith("_"):
+            similar = nearest(name, __all__)
+        if similar:
+            # `from fp8cfg.recipes import NAME` would replace the text of an AttributeError.
+            raise ImportError(f"fp8cfg.recipes has no recipe {name!r}; did you mean {similar!r}?")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

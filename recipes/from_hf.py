@@ -1,6 +1,7 @@
-"""A Hugging Face checkpoint's shape and weights: `recipe=from_hf model.path=FOLDER`, or `of_folder(FOLDER)` in Python.
+"""Recipe with shape and weights of a Hugging Face checkpoint.
 
-Training defaults are NeMo's for full fine-tuning: learning rate 5e-6 with a warm-up of 50 steps, 128 samples a step, 1000 steps.
+Use `recipe=from_hf model.path=FOLDER`, or `of_folder(FOLDER)` in Python. Training defaults are NeMo's for
+full fine-tuning: learning rate 5e-6 with 50 warmup steps, 128 samples per step, 1000 steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ def from_hf() -> Recipe:
 
 
 def of_folder(folder: str) -> Recipe:
-    """As `recipe=from_hf model.path=FOLDER`. Raises ConfigError for a folder that is none, or a model that a recipe cannot say."""
-    made = from_hf()
-    made.model.path = folder
-    return with_pretrained_shape(made)
+    """Returns the recipe of `recipe=from_hf model.path=FOLDER`.
+
+    Args:
+        folder: Folder of the checkpoint, or hf://ORG/NAME.
+
+    Raises:
+        ConfigError: The folder does not exist, or its model is not supported.
+    """
+    result = from_hf()
+    result.model.path = folder
+    return with_pretrained_shape(result)

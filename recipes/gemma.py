@@ -1,9 +1,12 @@
-"""Gemma 2 and 3 (text) with their published shapes and NeMo's pre-training defaults, and tiny ones.
+"""Gemma 2 and 3 (text only) with published shapes and NeMo's pre-training defaults, and tiny versions.
 
-Both have GeGLU, embeddings that are scaled and tied, norms before and after attention and MLP whose weights are differences from 1,
-and layers with sliding windows. Gemma 2 bounds attention scores and logits by soft caps; Gemma 3 has norms of queries and keys
-instead, five windowed layers for one without, and a rotary base of their own for these. NeMo has no recipe for Gemma 3 beyond 1B:
-layouts and batches are those of Gemma 2 of about that size. Gemma 3's vision tower is not part of a recipe.
+Both have GeGLU, scaled and tied embeddings, norms before and after attention and MLP with zero-centered
+weights, and layers with sliding windows. Gemma 2 has soft caps for attention scores and logits. Gemma 3 has
+norms of queries and keys instead, five windowed layers per full layer, and a separate rotary base for the
+windowed ones.
+
+NeMo's only recipe for Gemma 3 is 1B. Larger sizes use layouts and batches of Gemma 2. The vision tower of
+Gemma 3 is not included.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Llama 2, 3, 3.1 and 3.2 with their published shapes and NeMo's pre-training defaults, and a tiny one that trains anywhere.
+"""Llama 2, 3, 3.1 and 3.2 with published shapes and NeMo's pre-training defaults, and a tiny version.
 
-Shapes are those of the models' published `config.json`; training defaults and parallel layouts those of NeMo 2.0's
-`llm/recipes/llama*.py`, BF16 throughout. NeMo has no recipe for llama2_13b and llama2_70b: their layouts are llama2_7b's
-and llama3_70b's.
+Shapes are from the published `config.json`. Training defaults and parallel layouts are from NeMo 2.0,
+`llm/recipes/llama*.py`, all in BF16. NeMo has no recipe for llama2_13b and llama2_70b, so they have the
+layouts of llama2_7b and llama3_70b.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIXTY_FOUR_NODES = {"nodes": 64, "tp": 8, "pp": 8, "vp": 2, "cp": 4, "sp": True}
 
 hugging_face.family("llama", "LlamaForCausalLM", Model(layernorm_epsilon=1e-6))
 
-# A size is one line: its shape is layers, hidden, ffn, heads, groups, init std.
+# Shapes are layers, hidden size, FFN size, attention heads, query groups and init std.
 llama2_7b = size(
     "llama2_7b",
     LLAMA2,

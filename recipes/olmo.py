@@ -1,7 +1,8 @@
-"""OLMo 2 with its published shapes, and a tiny one.
+"""OLMo 2 with published shapes, and a tiny version.
 
-Norms stand after attention and MLP, and over all queries and all keys. NeMo has no recipe for it: shapes are those of the models'
-`config.json`, training defaults and layouts llama2_7b's of about that size.
+Its norms come after attention and MLP, and one norm covers all queries, one all keys. Shapes are from the
+published `config.json`. NeMo has no recipe for OLMo 2. Training defaults and layouts are those of Llama 2
+sizes, from llama2_7b up.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class Arguments:
         values = self.options.get(option, [])
         if len(values) > 1:
             raise ConfigError(f"{option}: given {len(values)} times")
-        return values[0] if values else None
+        if not values:
+            return None
+        return values[0]
 
 
 def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
@@ -64,35 +66,45 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
     Raises:
         ConfigError: An option is unknown or has no value. Wrong overrides are reported too.
     """
-    out, problems, ended = Arguments(), list[str](), False
-    left = list(argv)
-    while left:
-        arg = left.pop(0)
-        if arg == "--" and not ended:
-            ended = True
+    arguments = Arguments()
+    problems: list[str] = []
+    options_ended = False
+    position = 0
+    while position < len(argv):
+        arg = argv[position]
+        next_arg = argv[position + 1] if position + 1 < len(argv) else ""
+        position += 1
+        if arg == "--" and not options_ended:
+            options_ended = True
         # "-" is standard input as recipe file.
-        elif arg.startswith("-") and arg != "-" and not ended:
-            name, eq, value = arg.partition("=")
+        elif arg.startswith("-") and arg != "-" and not options_ended:
+            name, equals, value = arg.partition("=")
             name = SHORT.get(name, name)
-            if name in flags and not eq:
-                out.flags.add(name)
-            elif name not in known:
-                wrong = "takes no value" if name in flags else "no such option"
-                given = value if eq else next(iter(left), "")
-                hint = _hint(name, [*known, *flags, "--help", "--version"], given)
-                problems.append(f"{name}: {wrong}{hint}")
-            elif not (value := value if eq else left.pop(0) if left else ""):
-                problems.append(f"{name}: needs a value")
+            if name in flags and not equals:
+                arguments.flags.add(name)
+                continue
+            if name not in known:
+                problem = "takes no value" if name in flags else "no such option"
+                hint = _hint(
+                    name, [*known, *flags, "--help", "--version"], value if equals else next_arg
+                )
+                problems.append(f"{name}: {problem}{hint}")
+                continue
+            if not equals:
+                value = next_arg
+                position += 1
+            if value:
+                arguments.options.setdefault(name, []).append(value)
             else:
-                out.options.setdefault(name, []).append(value)
+                problems.append(f"{name}: needs a value")
         # Hydra's +key=value and ~key are overrides too.
         elif "=" in arg or arg[:1] in "+~":
-            out.words.append(arg)
+            arguments.words.append(arg)
         else:
-            out.plain.append(arg)
+            arguments.plain.append(arg)
     if problems:
-        refuse_if(problems + wrong_words(out))
-    return out
+        refuse_if(problems + wrong_words(arguments))
+    return arguments
 
 
 def add_verbose(arguments: Arguments) -> None:
@@ -103,7 +115,9 @@ def add_verbose(arguments: Arguments) -> None:
 
 def before_end(argv: list[str]) -> list[str]:
     """Returns the arguments before `--`, or all."""
-    return argv[: argv.index("--")] if "--" in argv else argv
+    if "--" not in argv:
+        return argv
+    return argv[: argv.index("--")]
 
 
 def _hint(name: str, options: list[str], value: str) -> str:
@@ -111,23 +125,28 @@ def _hint(name: str, options: list[str], value: str) -> str:
     from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.schema.recipe import short_keys
 
-    if any(c.isspace() for c in name):
-        return "; what is none stands after --"
+    if any(character.isspace() for character in name):
+        return "; put text that is no option after --"
     if name in OPTIONS_OF_OTHERS:
         return f"; write {OPTIONS_OF_OTHERS[name]}"
-    if (key := name.lstrip("-")) in {*GROUPS, *short_keys()}:
-        return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
+    key = name.lstrip("-")
+    if key in GROUPS:
+        return f"; write it without dashes: {key}=NAME"
+    if key in short_keys():
+        return f"; write it without dashes: {key}=VALUE"
     if key in ("dry-run", "dry_run", "dryrun"):
         return "; did you mean 'fp8cfg plan'?"
     # Compare without dashes. Equal dashes would make any two options similar.
-    bare = {option.lstrip("-"): option for option in options}
-    near = nearest(key, bare, 0.85)
-    if not near:
-        theirs = _hint_on_flag(name, value)
-        if theirs:
-            return theirs
-        near = nearest(key, bare)
-    return f"; did you mean {bare[near]!r}?" if near else f"; choose from {', '.join(options)}"
+    options_by_name = {option.lstrip("-"): option for option in options}
+    similar = nearest(key, options_by_name, 0.85)
+    if not similar:
+        flag_hint = _hint_on_flag(name, value)
+        if flag_hint:
+            return flag_hint
+        similar = nearest(key, options_by_name)
+    if similar:
+        return f"; did you mean {options_by_name[similar]!r}?"
+    return f"; choose from {', '.join(options)}"
 
 
 def _hint_on_flag(name: str, value: str) -> str:
@@ -141,17 +160,20 @@ def _hint_on_flag(name: str, value: str) -> str:
     key = name.lstrip("-").replace("-", "_")
     known = short_keys()
     home = foreign_names.home_of(key, known)
-    same_leaf = [other for other in known if other.endswith("." + key.rpartition(".")[2])]
+    leaf = key.rpartition(".")[2]
+    same_leaf = [candidate for candidate in known if candidate.endswith(f".{leaf}")]
     # One key ends with this name: --margin can only be fp8.margin.
     if not home and len(same_leaf) == 1:
         home = same_leaf[0]
     if not home:
-        absent = foreign_names.absence(key)
-        return f"; {absent}" if absent else ""
+        reason = foreign_names.absence(key)
+        return f"; {reason}" if reason else ""
     hint = f"; write {home}"
     if full(home) in fields():
-        is_option = value in options(fields()[full(home)].annotation)
-        hint += "=" + (foreign_names.meant(home, value) or (value if is_option else "VALUE"))
+        our_value = foreign_names.meant(home, value)
+        if not our_value and value in options(fields()[full(home)].annotation):
+            our_value = value
+        hint += f"={our_value or 'VALUE'}"
     elif "=" not in home:
         hint = f"; it belongs to {home}"
     if name.startswith("--") and "-" in name[2:] and PROJECTS["megatron"].key_table.has_entry(name):
@@ -168,14 +190,12 @@ def wrong_words(arguments: Arguments) -> list[str]:
     from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.sweep_overrides import read
 
-    folder = arguments.options.get("--config-dir")
+    folders = arguments.options.get("--config-dir")
+    library = Library(Path(folders[0]) if folders else None)
     try:
-        read(
-            [w for w in arguments.words if not is_hydra(w)],
-            Library(Path(folder[0]) if folder else None),
-        )
-    except ConfigError as e:
-        return e.problems
+        read([word for word in arguments.words if not is_hydra(word)], library)
+    except ConfigError as error:
+        return error.problems
     return []
 
 

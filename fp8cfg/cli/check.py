@@ -47,29 +47,26 @@ def run(argv: list[str]) -> int:
     as_json = "--json" in arguments.flags
     try:
         try:
-            folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
-        except ConfigError as e:
-            raise ConfigError(e.problems + wrong_words(arguments)) from None
-        recipe, line, notes = _checked(arguments.words, folder, file)
-    except (ConfigError, NotFP8Error) as e:
+            folder = arguments.one("--config-dir")
+            file = recipe_file(arguments.plain, ())
+        except ConfigError as error:
+            raise ConfigError(error.problems + wrong_words(arguments)) from None
+        recipe, line, notes = _check_recipe(arguments.words, folder, file)
+    except (ConfigError, NotFP8Error) as error:
         # Tools read the JSON of a wrong recipe too. Otherwise the caller prints the error.
         if not as_json:
             raise
-        problems = e.problems if isinstance(e, ConfigError) else [str(e)]
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print(json.dumps({"ok": False, "problems": problems, "notes": []}, indent=1))
-        return e.exit_code
+        return error.exit_code
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "ok": True,
-                    "recipe": line,
-                    "data": training_data.summarize_data(recipe),
-                    "notes": [note.removeprefix("note: ") for note in notes],
-                },
-                indent=1,
-            )
-        )
+        data = {
+            "ok": True,
+            "recipe": line,
+            "data": training_data.summarize_data(recipe),
+            "notes": [note.removeprefix("note: ") for note in notes],
+        }
+        print(json.dumps(data, indent=1))
     else:
         say(wrapped(f"ok: {line}", more="  "))
         say(wrapped(training_data.data_line(recipe), more="  "))
@@ -77,7 +74,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _checked(
+def _check_recipe(
     words: list[str], folder: str | None, file: Path | None
 ) -> tuple[Recipe, str, list[str]]:
     """Returns the recipe, a summary line and the notes.
@@ -86,15 +83,22 @@ def _checked(
         ConfigError: The recipe is wrong. The error lists all problems.
         NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
-    found = resolve_recipe(words, folder, file)
-    recipe = found.recipe
-    refuse_if([*violations(recipe, written=found.written), *training_data.unintended_data(recipe)])
-    coverage, p, t = planned_coverage(recipe, plan_layers(recipe)), recipe.precision, recipe.trainer
+    resolved = resolve_recipe(words, folder, file)
+    recipe = resolved.recipe
+    problems = violations(recipe, written=resolved.written)
+    refuse_if([*problems, *training_data.unintended_data(recipe)])
+    coverage = planned_coverage(recipe, plan_layers(recipe))
     check_min_coverage(recipe, coverage)
-    count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
-    fp8 = f", {scalings.title(p.fp8.scaling)} in {count}" if p.fp8.enabled else ""
-    said = remarks.remark_lines(recipe, layout.rank_part(recipe, t.num_nodes * t.devices))
+
+    line = f"{recipe.name}, {recipe.precision.compute}"
+    fp8 = recipe.precision.fp8
+    if fp8.enabled:
+        line += (
+            f", {scalings.title(fp8.scaling)} in {coverage.layers_in_fp8} of"
+            f" {len(coverage.linears)} linear layers"
+        )
+    num_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    notes = [*resolved.notes, *remarks.remark_lines(recipe, layout.rank_part(recipe, num_ranks))]
     # This machine may differ from the one that trains, so its problems are only notes.
-    here = [f"note: {note}" for note in preflight.local_problems(recipe, folder)]
-    line = f"{recipe.name}, {p.compute}{fp8}"
-    return recipe, line, [*found.notes, *said, *here]
+    notes += [f"note: {problem}" for problem in preflight.local_problems(recipe, folder)]
+    return recipe, line, notes

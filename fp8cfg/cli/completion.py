@@ -91,7 +91,7 @@ Examples:
 Add the line to ~/.bashrc, to ~/.zshrc after compinit, or to
 ~/.config/fish/config.fish.
 """
-NEXT = {
+OPTION_VALUES = {
     **hydra.CHOICES,
     "--package": (),
     "--allow": (),
@@ -114,9 +114,9 @@ def run(argv: list[str]) -> int:
         print("".join(f"{word}\n" for word in completions(argv[1:])), end="")
         return 0
     if len(argv) != 1 or argv[0] not in SCRIPTS:
-        given = " ".join(["completion", *argv])
-        what = "no such shell" if argv else "needs a shell"
-        raise ConfigError(f"{given}: {what}{suggest(given.partition(' ')[2], SCRIPTS)}")
+        problem = "no such shell" if argv else "needs a shell"
+        hint = suggest(" ".join(argv), SCRIPTS)
+        raise ConfigError(f"{' '.join(['completion', *argv])}: {problem}{hint}")
     print(SCRIPTS[argv[0]], end="")
     return 0
 
@@ -130,35 +130,41 @@ def completions(words: list[str]) -> list[str]:
     Returns:
         Complete words, sorted. Empty if the shell should complete files.
     """
-    *before, current = words or [""]
-    named = before[0] if before and before[0] in WORDS else "train"
-    verb = VERBS.get(named)  # None for help
-    found: Iterable[str]
-    option = hydra.SHORT.get(before[-1], before[-1]) if before else ""
-    takes_path = verb and verb.path and len(before) == 1 and not current.startswith("-")
-    if option in FILE_OPTIONS or takes_path:
-        found = ()  # the shell completes files
-    elif _expects_file(before, current):
-        found = ()
-    elif option in NEXT:
-        found = NEXT[option] or keys()
+    *previous, current = words or [""]
+    verb_name = "train"
+    if previous and previous[0] in WORDS:
+        verb_name = previous[0]
+    verb = VERBS.get(verb_name)  # None for help
+    option = ""
+    if previous:
+        option = hydra.SHORT.get(previous[-1], previous[-1])
+    takes_path = verb is not None and verb.path
+    takes_path = takes_path and len(previous) == 1 and not current.startswith("-")
+    candidates: Iterable[str]
+    # Without candidates the shell completes files.
+    if option in FILE_OPTIONS or takes_path or _expects_file(previous, current):
+        candidates = ()
+    elif option in OPTION_VALUES:
+        candidates = OPTION_VALUES[option] or keys()
     elif "=" in current:
-        found = _valued(current, before)
+        candidates = _value_candidates(current, previous)
     elif current.startswith("-"):
-        found = options(named)
+        candidates = options(verb_name)
     elif verb is None:
-        found = WORDS
+        candidates = WORDS
     elif verb.words is not None:
-        found = verb.words
+        candidates = verb.words
+    elif previous == ["import"]:  # the project comes first
+        candidates = _projects("import")
+    elif previous == ["export"]:
+        candidates = [*_key_candidates(current), *_projects("export")]
+    elif previous == ["explain"]:  # keys without a value
+        candidates = [key.rstrip("=") for key in _key_candidates(current)]
+    elif previous:
+        candidates = _key_candidates(current)
     else:
-        found = [*(() if before else WORDS), *_keys_below(current)]
-        if before == ["explain"]:  # keys without a value
-            found = [key.rstrip("=") for key in found]
-        if before == ["import"]:  # the project comes first
-            found = _projects("import")
-        elif before == ["export"]:
-            found = [*found, *_projects("export")]
-    return sorted({f for f in found if f.startswith(current)})
+        candidates = [*WORDS, *_key_candidates(current)]
+    return sorted({candidate for candidate in candidates if candidate.startswith(current)})
 
 
 def _projects(verb: str) -> list[str]:
@@ -168,17 +174,19 @@ def _projects(verb: str) -> list[str]:
     # Imported after the check, so that other verbs complete without it.
     from fp8cfg.interop.projects import PROJECTS
 
-    return [*PROJECTS, *TRAINED, "slurm"] if verb == "export" else [*PROJECTS]
+    if verb == "import":
+        return [*PROJECTS]
+    return [*PROJECTS, *TRAINED, "slurm"]
 
 
-def _expects_file(before: list[str], current: str) -> bool:
+def _expects_file(previous: list[str], current: str) -> bool:
     """Returns whether the next argument is a project's file or a run folder."""
-    if len(before) != 2 or current.startswith("-") or "=" in current:
+    if len(previous) != 2 or current.startswith("-") or "=" in current:
         return False
-    verb, project = before
-    return (verb == "import" and project in _projects(verb)) or (
-        verb == "export" and project in TRAINED
-    )
+    verb, project = previous
+    if verb == "import":
+        return project in _projects(verb)
+    return verb == "export" and project in TRAINED
 
 
 def options(verb: str) -> list[str]:
@@ -187,29 +195,35 @@ def options(verb: str) -> list[str]:
     Args:
         verb: Name of the verb, or "help".
     """
+    if verb == "help":
+        return ["--help"]
     # From the usage text, so there is no second list. torchrun's options in examples are not ours.
-    text = "" if verb == "help" else re.sub(r"torchrun.*", "", usage(verb))
+    text = re.sub(r"torchrun.*", "", usage(verb))
     return sorted({"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)})
 
 
-def _valued(word: str, before: list[str]) -> list[str]:
+def _value_candidates(word: str, previous: list[str]) -> list[str]:
     """Completes the value of `word`, after the last comma of a sweep."""
     key, _, value = word.partition("=")
-    ready = f"{key}={value[: value.rfind(',') + 1]}"
+    finished_values = value[: value.rfind(",") + 1]
+    names = choices(key) if key in GROUPS else keys().get(key, [])
+    candidates = [f"{key}={finished_values}{name}" for name in names]
     # Presets of a --config-dir earlier on the line are choices too.
-    folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
-    own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
-    shipped = choices(key) if key in GROUPS else keys().get(key, [])
-    return [ready + name for name in [*shipped, *own]]
+    for option, folder in pairwise(previous):
+        if option == "--config-dir":
+            for file in Path(folder, key).glob("*.yaml"):
+                candidates.append(f"{key}={finished_values}{file.stem}")
+    return candidates
 
 
-def _keys_below(start: str) -> list[str]:
+def _key_candidates(start: str) -> list[str]:
     """Returns groups and keys that begin with `start`, each up to its next dot."""
-    found = [f"{group}=" for group in GROUPS]
+    candidates = [f"{group}=" for group in GROUPS]
     for key in keys():
-        rest, dot, _ = key[len(start) :].partition(".")
-        found += [start + rest + (dot or "=")] if key.startswith(start) else []
-    return found
+        if key.startswith(start):
+            node, dot, _ = key[len(start) :].partition(".")
+            candidates.append(start + node + (dot or "="))
+    return candidates
 
 
 @functools.cache

@@ -55,71 +55,67 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             "data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER"
         )
-    if "://" in (out := arguments.plain[1]):
+    out = arguments.plain[1]
+    if "://" in out:
         raise ConfigError(
             f"{out}: token files are written here, not to an address; write a path, as in"
             " runs/tokens"
         )
     folder = arguments.one("--config-dir")
-    d = compose_recipe(arguments.words, folder, recipe_path(file) if file else None).data
+    recipe = compose_recipe(arguments.words, folder, recipe_path(file) if file else None)
+    data = recipe.data
     library = Library(Path(folder) if folder else None)
     # Only the source and the tokenizer matter here. Other overrides would be lost silently.
     keys = {short(key) for key in Overrides.parse(arguments.words, library).keys}
-    idle = sorted(keys - {*_READ})
-    refuse_if(
-        [
-            f"{key}: has no effect on token files; write it where these are trained on"
-            for key in idle
-        ]
-    )
-    if d.mixture:
+    problems = []
+    for key in sorted(keys - {*_READ}):
+        problems.append(f"{key}: has no effect on token files; set it for the training run")
+    refuse_if(problems)
+    if data.mixture:
         raise ConfigError(
             "data.mixture: token files are written one by one and mixed in training; prepare each"
             " data.path"
         )
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
-        with _stopped_cleanly():
-            tokenizer = _tokenizer(d.tokenizer)
-            made = prepare(out, d.name, d.path, d.text_key, tokenizer)
-    except DataError as e:
-        raise ConfigError(f"data={d.name}: {e}") from None
-    except OSError as e:
-        raise NotWritable(f"{out}: cannot be written ({e.strerror or e})") from None
+        with _exit_on_sigterm():
+            tokenizer = _load_tokenizer(data.tokenizer)
+            files = prepare(out, data.name, data.path, data.text_key, tokenizer)
+    except DataError as error:
+        raise ConfigError(f"data={data.name}: {error}") from None
+    except OSError as error:
+        raise NotWritable(f"{out}: cannot be written ({error.strerror or error})") from None
+    seconds = time.perf_counter() - start
     print(
-        f"wrote {printable(str(made.path))}.bin and .idx: {made.tokens} tokens of {made.documents}"
-        f" documents in {time.perf_counter() - began:.1f} s"
+        f"wrote {printable(str(files.path))}.bin and .idx: {files.tokens} tokens of"
+        f" {files.documents} documents in {seconds:.1f} s"
     )
-    print(f"train on it: {_line(made.path, d.tokenizer, tokenizer)}")
+    print(f"train on it: {_training_command(files.path, data.tokenizer, tokenizer)}")
     return 0
 
 
-def _tokenizer(name: str | None) -> Tokenizer:
+def _load_tokenizer(name: str | None) -> Tokenizer:
     """Loads the tokenizer. Raises ConfigError with the key."""
     try:
         return load_tokenizer(tokenizer_path(name))
-    except DataError as e:
-        raise ConfigError(f"data.tokenizer={name}: {str(e).removeprefix(f'{name}: ')}") from None
+    except DataError as error:
+        problem = str(error).removeprefix(f"{name}: ")
+        raise ConfigError(f"data.tokenizer={name}: {problem}") from None
 
 
-def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
+def _training_command(path: Path, tokenizer_name: str | None, tokenizer: Tokenizer) -> str:
     """Returns the command to train on the files."""
-    words = [
-        "fp8cfg",
-        "data=tokens",
-        f"data.path={path}",
-        *([f"data.tokenizer={given}"] if given else []),
-    ]
+    command = ["fp8cfg", "data=tokens", f"data.path={path}"]
+    if tokenizer_name:
+        command.append(f"data.tokenizer={tokenizer_name}")
     size = padded_vocabulary(tokenizer)
-    return printable(
-        shlex.join(
-            [*words, *([f"model.vocab_size={size}"] if size != Recipe().model.vocab_size else [])]
-        )
-    )
+    if size != Recipe().model.vocab_size:
+        command.append(f"model.vocab_size={size}")
+    return printable(shlex.join(command))
 
 
 @contextmanager
-def _stopped_cleanly() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """Context manager to raise SystemExit after SIGTERM. Incomplete files are then deleted."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -130,8 +126,8 @@ def _stopped_cleanly() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

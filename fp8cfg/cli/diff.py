@@ -58,42 +58,37 @@ def run(argv: list[str]) -> int:
     first, second, flags = _halves(argv)
     # Collect the problems of both sides before the error. --config-dir on one side is for both.
     sides, problems = list[_Side](), list[str]()
-    for half, other in ((first, second), (second, first)):
+    for half, opposite in ((first, second), (second, first)):
         try:
-            sides.append(_side(half, half.one("--config-dir") or other.one("--config-dir")))
-        except ConfigError as e:
-            problems += e.problems
+            config_dir = half.one("--config-dir") or opposite.one("--config-dir")
+            sides.append(_read_side(half, config_dir))
+        except ConfigError as error:
+            problems += error.problems
     refuse_if(problems)
 
     a, b = sides
     if "--tree" in flags:
-        found = {"leaf": differences.pairs(_leaves(a), _leaves(b))}
+        pairs = {"leaf": differences.pairs(_leaves(a), _leaves(b))}
     else:
-        found = {"key": differences.keys(a.recipe, b.recipe)}
+        pairs = {"key": differences.keys(a.recipe, b.recipe)}
     if a.environment is not None and b.environment is not None:
-        found["version"] = differences.versions(a.environment, b.environment)
+        pairs["version"] = differences.versions(a.environment, b.environment)
     if "--json" in flags:
-        names = {"key": "keys", "leaf": "leaves", "version": "versions"}
-        print(
-            json.dumps(
-                {"a": a.name, "b": b.name, **{names[k]: v for k, v in found.items()}}, indent=1
-            )
-        )
+        plurals = {"key": "keys", "leaf": "leaves", "version": "versions"}
+        data = {"a": a.name, "b": b.name}
+        print(json.dumps(data | {plurals[kind]: rows for kind, rows in pairs.items()}, indent=1))
     else:
-        print(colored(differences.text(a.name, b.name, found), sys.stdout))
+        print(colored(differences.text(a.name, b.name, pairs), sys.stdout))
     return 0
 
 
 def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
     """Returns the arguments before and after `--`, and all flags."""
     if argv.count("--") > 1:
-        raise ConfigError("--: stands once, between the two")
+        raise ConfigError("--: write it once, between the two sides")
     cut = argv.index("--") if "--" in argv else len(argv)
-    halves = [
-        split(part, ("--config-dir",), ("--json", "--tree"))
-        for part in (argv[:cut], argv[cut + 1 :])
-    ]
-    first, second = halves
+    first = split(argv[:cut], ("--config-dir",), ("--json", "--tree"))
+    second = split(argv[cut + 1 :], ("--config-dir",), ("--json", "--tree"))
     # Two folders or files are clear without `--`. Overrides are not.
     if "--" not in argv:
         if len(first.plain) != 2 or first.words:
@@ -112,21 +107,19 @@ def _leaves(side: _Side) -> dict[str, Any]:
     return graph_text.leaf_values(graph.make_graph(job_plan.checked_recipe(side.recipe)))
 
 
-def _side(half: Arguments, config_dir: str | None) -> _Side:
+def _read_side(half: Arguments, config_dir: str | None) -> _Side:
     """Reads the recipe of one side. Raises ConfigError."""
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
-    refuse_if(
-        [
-            f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value"
-            for arg in half.plain
-            if not (is_recipe_file(arg) or Path(arg).is_dir())
-        ]
-    )
+    problems = []
+    for arg in half.plain:
+        if not is_recipe_file(arg) and not Path(arg).is_dir():
+            problems.append(f"{arg}: not a run folder, a recipe file or key=value")
+    refuse_if(problems)
     if len(half.plain) > 1:
         raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
-    given = recipe_path(half.plain[0]) if half.plain else None
-    if given is None or not given.is_dir():
-        return _Side(name, compose_recipe(half.words, config_dir, given), None)
-    run = RunFolder.open(given, lock=False)
+    path = recipe_path(half.plain[0]) if half.plain else None
+    if path is None or not path.is_dir():
+        return _Side(name, compose_recipe(half.words, config_dir, path), None)
+    run = RunFolder.open(path, lock=False)
     recipe = compose_recipe(half.words, config_dir, base=run.read_recipe(config_dir))
     return _Side(name, recipe, read_object(run.files, ENVIRONMENT))

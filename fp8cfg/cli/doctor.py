@@ -37,51 +37,47 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
         )
-    found = describe_machine()
+    machine = describe_machine()
     if "--json" in arguments.flags:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(machine, indent=1))
     else:
-        print_sections(report(found))
+        print_sections(report(machine))
     return 0
 
 
-def report(found: dict[str, Any]) -> list[Section]:
+def report(machine: dict[str, Any]) -> list[Section]:
     """Formats the inventory.
 
     Args:
-        found: Result of `describe_machine`.
+        machine: Result of `describe_machine`.
     """
-    gpus = [
-        f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
-        for g in found["gpus"]
-    ]
     facts = [
-        ("fp8cfg", f"{found['fp8cfg']}, Python {found['python']}"),
-        ("system", found["os"]),
-        ("CPU", f"{found['cores']} cores, {size(found['free_memory'])} free"),
-        *(("GPU", g) for g in gpus or ["none"]),
-        ("CUDA", f"{found['cuda'] or 'none in torch'}, driver {found['driver'] or 'none'}"),
-        (
-            "compiler",
-            (
-                f"{found['compiler'] or 'no g++'}; triton"
-                f" {found['packages']['triton'] or 'not installed'}"
-            ),
-        ),
+        ("fp8cfg", f"{machine['fp8cfg']}, Python {machine['python']}"),
+        ("system", machine["os"]),
+        ("CPU", f"{machine['cores']} cores, {size(machine['free_memory'])} free"),
     ]
-    if found["torch_problem"]:
-        facts.append(("torch", found["torch_problem"]))
+    for gpu in machine["gpus"]:
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, {size(gpu['memory'])}"
+        facts.append(("GPU", text))
+    if not machine["gpus"]:
+        facts.append(("GPU", "none"))
+    cuda = machine["cuda"] or "none in torch"
+    facts.append(("CUDA", f"{cuda}, driver {machine['driver'] or 'none'}"))
+    triton = machine["packages"]["triton"] or "not installed"
+    facts.append(("compiler", f"{machine['compiler'] or 'no g++'}; triton {triton}"))
+    if machine["torch_problem"]:
+        facts.append(("torch", machine["torch_problem"]))
     packages = [
         [name, version or "not installed"]
-        for name, version in found["packages"].items()
+        for name, version in machine["packages"].items()
         if name != "triton"
     ]
     lines = [wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts]
     return [
         Section("machine", lines),
         Section("packages", [table(["package", "version"], packages)]),
-        Section("environment", [_variables(found["variables"])]),
-        Section("precisions", _precisions(found["precision"])),
+        Section("environment", [_variables(machine["variables"])]),
+        Section("precisions", _precisions(machine["precision"])),
     ]
 
 
@@ -89,11 +85,13 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
     """Formats environment variables with their effects."""
     if not variables:
         return "environment variables that change results: none is set"
-    lines = [
-        wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
-        for name, v in variables.items()
-    ]
-    return "environment variables that change results\n" + "\n".join(lines)
+    lines = ["environment variables that change results"]
+    for name, variable in variables.items():
+        text = f"{name}={variable['value']}"
+        if variable["effect"]:
+            text += f": {variable['effect']}"
+        lines.append(wrapped(text, "  ", "    "))
+    return "\n".join(lines)
 
 
 def _precisions(presets: dict[str, dict[str, str]]) -> list[str]:

@@ -44,46 +44,51 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir",), ("--json",))
     files = [arg for arg in arguments.plain if is_recipe_file(arg)]
     keys = [arg for arg in arguments.plain if arg not in files]
-    problems: list[str] = (
-        [] if len(keys) == 1 else ["explain: needs one key, as in: fp8cfg explain fp8.margin"]
-    )
-    try:
-        full_key = known(keys[0]) if not problems else ""
-    except ConfigError as e:
-        # The user may have given a value, such as a preset's name or a scaling, instead of a key.
-        chosen = chooses(keys[0])
-        values = {
-            **_keys_by_value(),
-            **dict.fromkeys(SCALINGS, "fp8.scaling"),
-            **dict.fromkeys(LEVELS, "opt_level"),
-        }
-        if keys[0] in values:
-            raise ConfigError(
-                f"{keys[0]}: is a value of {values[keys[0]]}; write: fp8cfg explain"
-                f" {values[keys[0]]}"
-            ) from None
-        problems += (
-            [
-                f"{keys[0]}: is no key but a choice; write {chosen}={keys[0]} with a key, as in:"
-                f" fp8cfg explain fp8.margin {chosen}={keys[0]}"
-            ]
-            if chosen
-            else e.problems
-        )
+    problems: list[str] = []
+    if len(keys) != 1:
+        problems.append("explain: needs one key, as in: fp8cfg explain fp8.margin")
+    else:
+        try:
+            full_key = known(keys[0])
+        except ConfigError as error:
+            problems += _explain_value(keys[0]) or error.problems
     try:
         folder = arguments.one("--config-dir")
         library = Library(Path(folder) if folder else None)
-        settled = composed(arguments.words, library, recipe_file(files, ()))
-    except ConfigError as e:
-        problems += e.problems
+        resolved = composed(arguments.words, library, recipe_file(files, ()))
+    except ConfigError as error:
+        problems += error.problems
     refuse_if(problems)
 
-    explanation = explained(settled, full_key)
+    explanation = explained(resolved, full_key)
     if "--json" in arguments.flags:
         print(json.dumps(explanation.data(), indent=1))
     else:
         print(colored(str(explanation), sys.stdout))
     return 0
+
+
+def _explain_value(value: str) -> list[str]:
+    """Returns the error if the user gave a value instead of a key, such as a preset's name.
+
+    Raises ConfigError at once for the value of a key.
+    """
+    values = {
+        **_keys_by_value(),
+        **dict.fromkeys(SCALINGS, "fp8.scaling"),
+        **dict.fromkeys(LEVELS, "opt_level"),
+    }
+    if value in values:
+        raise ConfigError(
+            f"{value}: is a value of {values[value]}; write: fp8cfg explain {values[value]}"
+        ) from None
+    group = chooses(value)
+    if not group:
+        return []
+    return [
+        f"{value}: is a choice, not a key; write {group}={value} with a key, as in:"
+        f" fp8cfg explain fp8.margin {group}={value}"
+    ]
 
 
 def _keys_by_value() -> dict[str, str]:

@@ -57,15 +57,13 @@ def usage(verb: str | None = None) -> str:
     """
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
-    named = {
-        group: _wrapped(_by_family(choices(group)) if group == "recipe" else choices(group))
-        for group in GROUPS
-    }
+    presets = {group: _wrap_names(choices(group)) for group in GROUPS if group != "recipe"}
+    presets["recipe"] = _wrap_names(_by_family(choices("recipe")))
     sections = []
     for section, verbs in groupby(VERBS.items(), lambda item: item[1].section):
         lines = [f"  {name:<11} {verb.about}" for name, verb in verbs]
         sections.append("\n".join([f"{section}:", *lines]))
-    return _TEXT.format(version=__version__, verbs="\n".join(sections), **named).rstrip()
+    return _TEXT.format(version=__version__, verbs="\n".join(sections), **presets).rstrip()
 
 
 def choices(group: str) -> list[str]:
@@ -74,7 +72,9 @@ def choices(group: str) -> list[str]:
     Args:
         group: "recipe", "precision", "data" or "task".
     """
-    return sorted(shipped_recipes()) if group == "recipe" else _stems(group)
+    if group == "recipe":
+        return sorted(shipped_recipes())
+    return sorted(file.stem for file in (root("conf") / group).glob("*.yaml"))
 
 
 def root(name: str) -> Path:
@@ -83,21 +83,16 @@ def root(name: str) -> Path:
     return (Path(__file__).parents[1] / name).resolve()
 
 
-def _stems(group: str) -> list[str]:
-    """Returns the names of a group's YAML files."""
-    return sorted(p.stem for p in (root("conf") / group).glob("*.yaml"))
-
-
 def shipped_recipes() -> dict[str, tuple[str, Path]]:
     """Returns description and file of each shipped recipe by name.
 
     The source code is parsed and not imported, because importing the schema takes 0.1 seconds.
     """
-    return {
-        name: (about, file)
-        for file in root("recipes").glob("*.py")
-        for name, about in recipes_in(file).items()
-    }
+    result = {}
+    for file in root("recipes").glob("*.py"):
+        for name, about in recipes_in(file).items():
+            result[name] = (about, file)
+    return result
 
 
 def recipes_in(file: Path) -> dict[str, str]:
@@ -109,41 +104,41 @@ def recipes_in(file: Path) -> dict[str, str]:
     Args:
         file: The Python file. It is parsed, not run.
     """
-    found = {}
+    descriptions = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and {"recipe", "fp8cfg.recipe"} & set(
-            map(ast.unparse, node.decorator_list)
-        ):
-            found[node.name] = (ast.get_docstring(node) or "").strip().partition("\n")[0]
-        elif (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            words = [
-                arg.value
-                for arg in node.value.args
-                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-            ]
+        if isinstance(node, ast.FunctionDef):
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            if decorators & {"recipe", "fp8cfg.recipe"}:
+                docstring = ast.get_docstring(node) or ""
+                descriptions[node.name] = docstring.strip().partition("\n")[0]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            texts = []
+            for argument in node.value.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    texts.append(argument.value)
+            target = node.targets[0]
             # The first text must repeat the variable's name. Other calls at the top do not.
-            if words[:1] == [node.targets[0].id]:
-                found[words[0]] = words[1] if len(words) > 1 else ""
-    return found
+            if texts and isinstance(target, ast.Name) and texts[0] == target.id:
+                descriptions[target.id] = texts[1] if len(texts) > 1 else ""
+    return descriptions
 
 
 def _by_family(names: list[str]) -> list[str]:
     """Joins names of a family with braces, as in a shell: `qwen3_{4b,8b}`."""
-    ends: dict[str, list[str]] = {}
+    suffixes_by_family: dict[str, list[str]] = {}
     for name in names:
-        family, dash, end = name.partition("_")
-        ends.setdefault(family + dash, []).append(end)
-    return [
-        f"{family}{{{','.join(found)}}}" if len(found) > 1 else family + found[0]
-        for family, found in ends.items()
-    ]
+        family, underscore, suffix = name.partition("_")
+        suffixes_by_family.setdefault(family + underscore, []).append(suffix)
+    families = []
+    for family, suffixes in suffixes_by_family.items():
+        text = suffixes[0]
+        if len(suffixes) > 1:
+            text = f"{{{','.join(suffixes)}}}"
+        families.append(family + text)
+    return families
 
 
-def _wrapped(names: list[str], width: int = 66) -> str:
+def _wrap_names(names: list[str], width: int = 66) -> str:
     """Wraps names to `width` columns, indented below the first line."""
     lines = [""]
     for name in names:

@@ -49,13 +49,15 @@ def spelled_out(argv: list[str]) -> list[str]:
     Args:
         argv: Arguments of the command.
     """
-    out: list[str] = []
-    for arg, after in zip(argv, [*argv[1:], ""], strict=False):
-        name, eq, value = arg.partition("=")
-        out.append(SHORT.get(name, name) + eq + value)
-        if out[-1] == "--info" and (after.startswith("-") or "=" in after or not after):
-            out[-1] = "--info=all"
-    return out
+    result: list[str] = []
+    for arg, next_arg in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = arg.partition("=")
+        arg = SHORT.get(name, name) + equals + value
+        is_value = next_arg and not next_arg.startswith("-") and "=" not in next_arg
+        if arg == "--info" and not is_value:
+            arg = "--info=all"
+        result.append(arg)
+    return result
 
 
 def asked(arguments: Arguments) -> str | None:
@@ -67,24 +69,25 @@ def asked(arguments: Arguments) -> str | None:
     Raises:
         ConfigError: Two flags, an unknown value, or an option without --cfg.
     """
-    given = [
-        f
-        for f in ("--multirun", "--cfg", "--info", "--hydra-help")
-        if f in arguments.flags or f in arguments.options
-    ]
-    problems = [f"{' and '.join(given)}: one at a time"] if len(given) > 1 else []
+    flags = []
+    for flag in ("--multirun", "--cfg", "--info", "--hydra-help"):
+        if flag in arguments.flags or flag in arguments.options:
+            flags.append(flag)
+    problems = []
+    if len(flags) > 1:
+        problems.append(f"{' and '.join(flags)}: one at a time")
     for option, choices in CHOICES.items():
         value = arguments.one(option)
         if value is not None and value not in choices:
             problems.append(f"{option} {value}: not an option{suggest(value, choices)}")
-    if "--cfg" not in given:
-        problems += [
-            f"{o}: does nothing without --cfg"
-            for o in ("--package", "--resolve")
-            if o in arguments.flags or o in arguments.options
-        ]
+    if "--cfg" not in flags:
+        for option in ("--package", "--resolve"):
+            if option in arguments.flags or option in arguments.options:
+                problems.append(f"{option}: does nothing without --cfg")
     refuse_if(problems)
-    return given[0] if given else None
+    if not flags:
+        return None
+    return flags[0]
 
 
 def show(arguments: Arguments, file: Path | None) -> int:
@@ -99,22 +102,17 @@ def show(arguments: Arguments, file: Path | None) -> int:
     """
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
-    found = resolve_recipe(words, folder, file)
-    refuse_if(found.problems)
-    say_notes(found.notes)
+    resolved = resolve_recipe(words, folder, file)
+    refuse_if(resolved.problems)
+    say_notes(resolved.notes)
     package = _package(arguments.one("--package"))
     library = Library(Path(folder) if folder else None)
-    run = read(words, library, recipe_from(file, library) if file else None)
+    plan = read(words, library, recipe_from(file, library) if file else None)
     # Under torchrun all ranks compose and check, but only one prints.
     if os.environ.get("RANK", "0") == "0":
-        with application(run.nodes, settings(found.recipe)) as hydra:
-            _print(
-                hydra,
-                arguments,
-                package,
-                [*run.overrides, *(change.override for change in found.changes)],
-                hydra_words,
-            )
+        overrides = [*plan.overrides, *(change.override for change in resolved.changes)]
+        with application(plan.nodes, settings(resolved.recipe)) as hydra:
+            _print(hydra, arguments, package, overrides, hydra_words)
     return 0
 
 
@@ -131,22 +129,19 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
         ConfigError: A search path, because Hydra would read unchecked files. Or an empty folder,
             which would be the current one.
     """
-    ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
-    refuse_if(
-        [
-            f"{w}: not accepted; your presets go to --config-dir FOLDER"
-            for w in theirs
-            if w.lstrip("+~").startswith("hydra.searchpath")
-        ]
-    )
-    refuse_if([f"{w}: needs a name" for w in theirs if _nameless(*w.lstrip("+").split("=", 1))])
-    theirs = [hydra_word(word) for word in theirs]
-    return ours, theirs
-
-
-def _nameless(key: str, value: str = "") -> bool:
-    """Returns whether a folder of Hydra is set to nothing."""
-    return key in _FOLDERS and value.strip(" '\"") in ("", "null")
+    recipe_words = [word for word in words if not is_hydra(word)]
+    hydra_words = [word for word in words if is_hydra(word)]
+    problems = []
+    for word in hydra_words:
+        if word.lstrip("+~").startswith("hydra.searchpath"):
+            problems.append(f"{word}: not accepted; pass your presets as --config-dir FOLDER")
+    refuse_if(problems)
+    for word in hydra_words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in _FOLDERS and value.strip(" '\"") in ("", "null"):
+            problems.append(f"{word}: needs a name")
+    refuse_if(problems)
+    return recipe_words, [hydra_word(word) for word in hydra_words]
 
 
 def refuse_idle(arguments: Arguments) -> None:
@@ -155,18 +150,19 @@ def refuse_idle(arguments: Arguments) -> None:
     Args:
         arguments: Arguments of the command.
     """
-    idle = [w for w in arguments.words if is_hydra(w) and not w.startswith(RUN_DIR)]
-    if idle:
-        meant = RUN_DIR.rstrip("=")
-        lines = [
-            (
-                f"{w}: no such setting of Hydra; did you mean {meant!r}?"
-                if nearest(w.partition("=")[0], [meant], 0.9)
-                else f"{w}: does nothing in a single run; -m, --cfg and --info take it"
+    problems = []
+    for word in arguments.words:
+        if not is_hydra(word) or word.startswith(RUN_DIR):
+            continue
+        setting = RUN_DIR.rstrip("=")
+        if nearest(word.partition("=")[0], [setting], 0.9):
+            problems.append(f"{word}: no such setting of Hydra; did you mean {setting!r}?")
+        else:
+            problems.append(
+                f"{word}: does nothing in a single run; use it with -m, --cfg or --info"
             )
-            for w in idle
-        ]
-        raise ConfigError(lines + wrong_words(arguments))
+    if problems:
+        raise ConfigError(problems + wrong_words(arguments))
 
 
 def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) -> Path | None:
@@ -177,8 +173,8 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
         file: The recipe file, if any.
         changes: Values that were changed to resolve conflicts. The folder may interpolate them.
     """
-    words, theirs = hydra_split(arguments.words)
-    if not theirs:
+    words, hydra_words = hydra_split(arguments.words)
+    if not hydra_words:
         return None
     from hydra.types import RunMode
 
@@ -186,9 +182,9 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
     library = Library(Path(folder) if folder else None)
     plan = read(words, library, recipe_from(file, library) if file else None)
     with application(plan.nodes) as hydra:
-        said = [*plan.overrides, *(change.override for change in changes), *theirs]
-        made = hydra.compose_config(NAME, said, RunMode.RUN, with_log_configuration=False)
-        return Path(str(made.hydra.run.dir))
+        overrides = [*plan.overrides, *(change.override for change in changes), *hydra_words]
+        config = hydra.compose_config(NAME, overrides, RunMode.RUN, with_log_configuration=False)
+        return Path(str(config.hydra.run.dir))
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
@@ -197,11 +193,11 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     Args:
         recipe: The recipe.
     """
-    at = "${now:%Y%m%d-%H%M%S}"
+    start_time = "${now:%Y%m%d-%H%M%S}"
     return {
         "job": {"name": "fp8cfg"},
-        "run": {"dir": f"{recipe.log.dir}/{recipe.name}-{at}"},
-        "sweep": {"dir": f"{recipe.log.dir}/sweep-{at}"},
+        "run": {"dir": f"{recipe.log.dir}/{recipe.name}-{start_time}"},
+        "sweep": {"dir": f"{recipe.log.dir}/sweep-{start_time}"},
     }
 
 
@@ -237,5 +233,7 @@ def _print(
 
         # argparse has no public way to remove options.
         parser = get_args_parser()
-        parser._actions = [a for a in parser._actions if not _NOT_OURS & set(a.option_strings)]
+        parser._actions = [
+            action for action in parser._actions if not _NOT_OURS & set(action.option_strings)
+        ]
         hydra.hydra_help(NAME, parser, Namespace(overrides=hydra_words))

@@ -68,107 +68,108 @@ Options:
 def run(argv: list[str]) -> int:
     """Prints or writes the imported recipe and returns the exit code."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    arguments, words = _split(argv[:cut]), argv[cut + 1 :]
+    arguments = _split(argv[:cut])
+    source_words = argv[cut + 1 :]
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     if len(forms) > 1:
         raise ConfigError(f"import: {' and '.join(forms)}; choose one")
-    project, file = _source(arguments, words)
-    name, folder, output = (
-        find_project(project).key_table.name,
-        arguments.one("--config-dir"),
-        arguments.one("--output"),
-    )
+    project, file = _find_source(arguments, source_words)
+    config_dir = arguments.one("--config-dir")
+    output = arguments.one("--output")
+
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
     remarks: list[str] = []
     # A NeMo script may build on a recipe that is shipped here too.
-    source = recipe_of_file(project, file) if file else None
-    if source and not chosen:
-        chosen = [f"recipe={source}"]
-    elif source and chosen != [f"recipe={source}"]:
-        remarks.append(f"{source}: the source builds on it; {chosen[0]} takes its place")
-    base = resolve_recipe(chosen, folder)
+    source_recipe = None
+    if file:
+        source_recipe = recipe_of_file(project, file)
+    if source_recipe and not chosen:
+        chosen = [f"recipe={source_recipe}"]
+    elif source_recipe and chosen != [f"recipe={source_recipe}"]:
+        remarks.append(f"{source_recipe}: the source builds on it; {chosen[0]} takes its place")
+
+    base = resolve_recipe(chosen, config_dir)
     try:
-        found = (
-            from_file(project, file, base.recipe)
-            if file
-            else from_words(project, words, base.recipe)
-        )
-    except ConfigError as e:
-        raise ConfigError(e.problems + wrong_words(arguments)) from None
-    _say("warning", found.unknown)
+        if file:
+            translation = from_file(project, file, base.recipe)
+        else:
+            translation = from_words(project, source_words, base.recipe)
+    except ConfigError as error:
+        raise ConfigError(error.problems + wrong_words(arguments)) from None
+    _say("warning", translation.unknown)
+
+    title = find_project(project).key_table.name
+    # Choices that the exported YAML may refer to, instead of all their values.
     choices = shipped_choices(base.layers)
-    named = {"recipe": choices["recipe"]} if "recipe" in choices else {}
+    export_choices = {}
+    if "recipe" in choices:
+        export_choices["recipe"] = choices["recipe"]
     # The source sets another model, so the default recipe's name would be wrong.
-    if not chosen and found.recipe.model.hidden_size != base.recipe.model.hidden_size:
-        remarks += _name_shape(found.recipe, base.recipe)
-        name = found.recipe.name
-        named = {"recipe": name} if name in recipes() else {}
-    recipe = _composed(arguments, base.recipe, found.recipe)
-    write = {
+    if not chosen and translation.recipe.model.hidden_size != base.recipe.model.hidden_size:
+        remarks += _name_shape(translation.recipe, base.recipe)
+        title = translation.recipe.name
+        export_choices = {"recipe": title} if title in recipes() else {}
+    recipe = _apply_overrides(arguments, base.recipe, translation.recipe)
+    export = {
         "--yaml": recipe_export.yaml_text,
         "--json": recipe_export.json_text,
         "--python": recipe_export.python_text,
     }[forms[0]]
-    text = write(recipe, named, False)
-    remarks = _without_typed([*remarks, *found.lost], arguments)
-    if forms == ["--json"]:
+    text = export(recipe, export_choices, False)
+
+    remarks = _without_overridden([*remarks, *translation.lost], arguments)
+    if forms == ["--json"]:  # JSON has no comments
         _say("note", remarks)
-    elif remarks or found.unknown:
-        text = (
-            comments(
-                [
-                    f"Imported from {name}. What has no counterpart here, or is read otherwise:",
-                    *remarks,
-                    *found.unknown,
-                ]
-            )
-            + text
-        )
+    elif remarks or translation.unknown:
+        headline = f"Imported from {title}. What has no counterpart here, or is read otherwise:"
+        text = comments([headline, *remarks, *translation.unknown]) + text
     return print_or_write(text, output)
 
 
 def _split(argv: list[str]) -> Arguments:
     """Splits the arguments before --. Raises ConfigError for Megatron-LM's flags among them."""
-    flags = [
-        arg
-        for arg in argv
-        if arg.startswith("--") and PROJECTS["megatron"].key_table.has_entry(arg.partition("=")[0])
-    ]
-    if "megatron" in argv and flags:
-        rest = " ".join(
-            arg for arg in argv[argv.index(flags[0]) :] if not arg.startswith("recipe=")
-        )
+    megatron_flags = []
+    for arg in argv:
+        if arg.startswith("--") and PROJECTS["megatron"].key_table.has_entry(arg.partition("=")[0]):
+            megatron_flags.append(arg)
+    if "megatron" in argv and megatron_flags:
+        flags = argv[argv.index(megatron_flags[0]) :]
+        command = " ".join(arg for arg in flags if not arg.startswith("recipe="))
         raise ConfigError(
-            f"import megatron: flags stand after --, as in: fp8cfg import megatron -- {rest}"
+            f"import megatron: flags go after --, as in: fp8cfg import megatron -- {command}"
         )
     return split(argv, ("--config-dir", "--output"), FORMS)
 
 
-def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
+def _apply_overrides(arguments: Arguments, base: Recipe, imported: Recipe) -> Recipe:
     """Applies the overrides to the imported recipe and checks it."""
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:
-        return compose_recipe(words, arguments.one("--config-dir"), base=found)
-    except ConfigError as e:
-        if words != arguments.words or found.model != base.model:
+        return compose_recipe(words, arguments.one("--config-dir"), base=imported)
+    except ConfigError as error:
+        has_recipe_override = words != arguments.words
+        if has_recipe_override or imported.model != base.model:
             raise
         # The model is the default recipe's. Errors about it should mention this.
-        other = f" (of {default_recipe()}, as no recipe is named); add recipe=NAME"
-        typed = tuple(word.partition("=")[0] for word in words)
-        raise ConfigError(
-            [
-                line + other if "model." in line and not line.startswith(typed) else line
-                for line in e.problems
-            ]
-        ) from None
+        advice = f" (of {default_recipe()}, as no recipe is named); add recipe=NAME"
+        override_keys = tuple(word.partition("=")[0] for word in words)
+        problems = []
+        for problem in error.problems:
+            if "model." in problem and not problem.startswith(override_keys):
+                problem += advice
+            problems.append(problem)
+        raise ConfigError(problems) from None
 
 
-def _without_typed(lines: Iterable[str], arguments: Arguments) -> list[str]:
+def _without_overridden(lines: Iterable[str], arguments: Arguments) -> list[str]:
     """Drops remarks on missing values that an override sets."""
-    typed = [f"{word.partition('=')[0]}=" for word in arguments.words]
-    return [
-        line for line in lines if NOT_IN_SOURCE not in line or not any(key in line for key in typed)
-    ]
+    keys = [f"{word.partition('=')[0]}=" for word in arguments.words]
+    remaining = []
+    for line in lines:
+        is_overridden = any(key in line for key in keys)
+        if NOT_IN_SOURCE not in line or not is_overridden:
+            remaining.append(line)
+    return remaining
 
 
 _SHAPE = (
@@ -191,49 +192,59 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
     Returns:
         A remark on the vocabulary, if it is a guess.
     """
-    is_given = recipe.model.vocab_size != base.model.vocab_size
+    has_vocabulary = recipe.model.vocab_size != base.model.vocab_size
     recipe.name = "imported"
+    origin = "of bytes"
     # By shape, because other projects use other names for the models.
     for name, make in recipes().items():
         shipped = make().model
         if all(getattr(shipped, key) == getattr(recipe.model, key) for key in _SHAPE):
             recipe.name = name
-            if not is_given:
+            origin = f"as in recipe={name}"
+            if not has_vocabulary:
                 recipe.model.vocab_size = shipped.vocab_size
             break
-    if is_given:
+    if has_vocabulary:
         return []
-    origin = f"as in recipe={recipe.name}" if recipe.name != "imported" else "of bytes"
     return [
         f"model.vocab_size={recipe.model.vocab_size}: {NOT_IN_SOURCE}, {origin}; set it to your"
         " tokenizer's"
     ]
 
 
-def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
-    """Returns the project and its file, None if arguments follow --. Raises ConfigError."""
+def _find_source(arguments: Arguments, source_words: list[str]) -> tuple[str, Path | None]:
+    """Returns the project and its file, None if arguments follow --.
+
+    Adds the name of a preset to `source_words`. Raises ConfigError.
+    """
     if not arguments.plain:
         raise ConfigError(f"import: needs a project; choose from {', '.join(PROJECTS)}")
     project, *files = arguments.plain
-    if find_project(project).has_presets and len(files) == 1 and not words and _a_name(files[0]):
-        words.append(files.pop())  # the name of a preset, not a file
-    if any(word.partition("=")[0] in ("precision", "trainer.plugins") for word in arguments.words):
-        raise ConfigError("precision=: is what is imported; drop one of the two")
-    if len(files) + bool(words) != 1:
-        more = (
-            f"{files[1]}: a second file"
-            if len(files) > 1
-            else "a file, or words after --, and not both"
-        )
-        given = " ".join(word for word in arguments.words if not word.startswith("recipe="))
-        example = f", as in: fp8cfg import {project} -- {given}" if given else ""
-        raise ConfigError(
-            f"import {project}: {more if files else 'needs a file, or words after --' + example}"
-        )
-    return project, Path(files[0]) if files else None
+    if (
+        find_project(project).has_presets
+        and len(files) == 1
+        and not source_words
+        and _is_name(files[0])
+    ):
+        source_words.append(files.pop())
+    for word in arguments.words:
+        if word.partition("=")[0] in ("precision", "trainer.plugins"):
+            raise ConfigError("precision=: is what is imported; drop one of the two")
+    if len(files) == 1 and not source_words:
+        return project, Path(files[0])
+    if source_words and not files:
+        return project, None
+    if len(files) > 1:
+        raise ConfigError(f"import {project}: {files[1]}: a second file")
+    if files:
+        raise ConfigError(f"import {project}: needs a file or arguments after --, not both")
+    # Probably fields of the project without the --.
+    fields = " ".join(word for word in arguments.words if not word.startswith("recipe="))
+    example = f", as in: fp8cfg import {project} -- {fields}" if fields else ""
+    raise ConfigError(f"import {project}: needs a file, or arguments after --{example}")
 
 
-def _a_name(word: str) -> bool:
+def _is_name(word: str) -> bool:
     """Returns whether an argument is a name and not a file."""
     return "/" not in word and not Path(word).suffix and not Path(word).exists()
 

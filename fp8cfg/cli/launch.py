@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from fp8cfg.cli import WORDS
 from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, split
@@ -53,78 +55,91 @@ def run(argv: list[str]) -> int:
     add_verbose(arguments)
     file = recipe_file(arguments.plain, WORDS)
     executor = _executor(arguments)
-    ranks = executor.ranks if isinstance(executor, TorchrunExecutor) else None
+    ranks = None
+    if isinstance(executor, TorchrunExecutor):
+        ranks = executor.ranks
+    config_dir = arguments.one("--config-dir")
 
-    def settle(words: Sequence[str]) -> ResolvedRecipe:
+    def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides for the ranks of --local."""
-        found = resolve_recipe(words, arguments.one("--config-dir"), file)
-        if ranks is None or found.recipe.trainer.smoke:  # a smoke run adapts to its ranks
-            return found
+        resolved = resolve_recipe(words, config_dir, file)
+        if ranks is None or resolved.recipe.trainer.smoke:  # a smoke run adapts to its ranks
+            return resolved
         # --local also sets trainer.devices: the layout must fit these ranks.
-        return resolve_recipe(
-            [*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file
-        )
+        return resolve_recipe([*words, f"trainer.devices={ranks}"], config_dir, file)
 
-    found = settle(arguments.words)
-    whole_line = command_lines(arguments, settle, "launch", "--local", str(ranks))
-    problems = [] if ranks and found.layout_alone else found.problems
-    lines: list[str | Violation] = [
-        *_two_counts(arguments.words, found.recipe, ranks),
-        *_too_many(found.recipe, ranks),
-        *problems,
-        *training_data.unintended_data(found.recipe),
+    resolved = resolve(arguments.words)
+    recipe = resolved.recipe
+    write_command = command_lines(arguments, resolve, "launch", "--local", str(ranks))
+    problems: list[str | Violation] = [
+        *_device_conflicts(arguments.words, recipe, ranks),
+        *_missing_gpus(recipe, ranks),
     ]
-    refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
-    say_notes(found.notes)
+    # `_check_ranks` reports problems of the layout, with commands for this machine.
+    if ranks is None or not resolved.layout_alone:
+        problems += resolved.problems
+    problems += training_data.unintended_data(recipe)
+    node_problems = _missing_nodes(recipe, ranks, None if problems else write_command)
+    refuse_if([*node_problems, *problems])
+    say_notes(resolved.notes)
     if ranks is not None:
-        _refuse(found, ranks, whole_line)
-    done = runs.run(found.recipe, executor)
-    if done.exit_code is None:
-        say(f"run folder: {printable(str(done.folder))}")
-    return done.exit_code or 0
+        _check_ranks(resolved, ranks, write_command)
+    result = runs.run(recipe, executor)
+    if result.exit_code is None:  # not waited for
+        say(f"run folder: {printable(str(result.folder))}")
+    return result.exit_code or 0
 
 
-def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
+def _device_conflicts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
     """Returns an error if an override contradicts --local. Smoke runs adapt to any number."""
-    typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)
-    if ranks is None or recipe.trainer.smoke or typed == ranks:
+    devices: Any = ranks
+    for key, value, _ in map(parsed, words):
+        if full(key) == "trainer.devices":
+            devices = value
+    if ranks is None or recipe.trainer.smoke or devices == ranks:
         return []
     return [
-        f"--local {ranks}: trainer.devices={typed} is another number of processes; drop it, or"
-        f" write --local {typed}"
+        f"--local {ranks}: trainer.devices={devices} is another number of processes; drop it, or"
+        f" write --local {devices}"
     ]
 
 
-def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
+def _missing_gpus(recipe: Recipe, ranks: int | None) -> list[str]:
     """Returns an error if this machine has fewer GPUs than ranks."""
+    if not ranks or recipe.trainer.accelerator == "cpu":
+        return []
+    num_gpus = machine.count_gpus()
     # Without any GPU, accelerator=auto runs on the CPU, with any number of ranks.
-    if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.count_gpus()) < ranks:
-        return [
-            f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
-            f" {gpus}"
-        ]
-    return []
+    if num_gpus == 0 or num_gpus >= ranks:
+        return []
+    return [
+        f"--local {ranks}: each process takes a GPU, and this machine has {num_gpus}; write --local"
+        f" {num_gpus}"
+    ]
 
 
-def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine | None) -> list[str]:
+def _missing_nodes(
+    recipe: Recipe, ranks: int | None, write_command: CommandLine | None
+) -> list[str]:
     """Returns an error if the recipe needs several machines, with --local.
 
-    If nothing else is wrong, `whole_line` adds a command for this machine.
+    If nothing else is wrong, `write_command` adds a command for this machine.
     """
-    t = recipe.trainer
-    if ranks is None or t.num_nodes == 1 or t.smoke:
+    trainer = recipe.trainer
+    if ranks is None or trainer.num_nodes == 1 or trainer.smoke:
         return []
     lines = [
-        f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or"
-        " launch with --slurm"
+        f"trainer.num_nodes={trainer.num_nodes}: --local has one machine; write"
+        " trainer.num_nodes=1, or launch with --slurm"
     ]
-    if whole_line is None:
+    if write_command is None:
         return lines
-    here, hardware = place_on_gpus(recipe, 1, ranks), machine.find_hardware(t.accelerator)
-    return preflight.append_runs(lines, here, hardware, whole_line, ranks)
+    local_recipe = place_on_gpus(recipe, 1, ranks)
+    hardware = machine.find_hardware(trainer.accelerator)
+    return preflight.append_runs(lines, local_recipe, hardware, write_command, ranks)
 
 
-def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
+def _check_ranks(resolved: ResolvedRecipe, ranks: int, write_command: CommandLine) -> None:
     """Raises ConfigError if the layout or the memory of this machine does not suffice.
 
     The error has a command for this machine. This check comes before the run folder is created.
@@ -132,10 +147,9 @@ def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
     """
     from fp8cfg.training.data import refuse_absent
 
-    recipe = smoke.cut_recipe(found.recipe, ranks)
-    preflight.check_run(
-        recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks
-    )
+    recipe = smoke.cut_recipe(resolved.recipe, ranks)
+    hardware = machine.find_hardware(recipe.trainer.accelerator)
+    preflight.check_run(recipe, hardware, write_command, resolved.problems, ranks)
     refuse_absent(recipe)
 
 
@@ -146,22 +160,21 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
         raise ConfigError("launch: needs one of --local N and --slurm KEY=VALUE,...")
     if local is not None:
         if "--wait" in arguments.flags:
-            raise ConfigError("--wait: is of --slurm; processes of this machine are waited for")
+            raise ConfigError("--wait: for --slurm only; --local always waits; remove --wait")
         if not local.isdecimal() or not int(local):
             raise ConfigError(f"--local {local}: expected a number of processes, as in --local 2")
         return TorchrunExecutor(int(local))
-    parameters = {
-        key: int(value) if value.isdecimal() else value
-        for key, value in settings(slurm or "").items()
-    }
+    parameters: dict[str, int | str] = {}
+    for key, value in settings(slurm or "").items():
+        parameters[key] = int(value) if value.isdecimal() else value
     return SlurmExecutor(parameters, "--wait" in arguments.flags)
 
 
-def settings(said: str, submitit: bool = True) -> dict[str, str]:
+def settings(text: str, submitit: bool = True) -> dict[str, str]:
     """Parses sbatch settings such as `partition=gpu,nodelist=a,b`.
 
     Args:
-        said: Settings as KEY=VALUE, with commas or spaces between them. A value can be a list.
+        text: Settings as KEY=VALUE, with commas or spaces between them. A value can be a list.
         submitit: Whether parameters of submitit are valid keys.
 
     Returns:
@@ -170,13 +183,10 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
     Raises:
         ConfigError: A setting has another form, or a key is unknown or given twice.
     """
-    refuse_if(
-        [f"--slurm {said!r}: has a line break; write one line"]
-        if len(said.splitlines()) > 1
-        else []
-    )
+    if len(text.splitlines()) > 1:
+        raise ConfigError(f"--slurm {text!r}: has a line break; write one line")
     pairs: list[list[str]] = []
-    for part in _between_settings(said) if said else ():
+    for part in _between_settings(text) if text else ():
         key, _, value = part.partition("=")
         if key and value and " " not in key:
             pairs.append([key, value])
@@ -185,29 +195,25 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
             pairs[-1][1] += f",{part}"
         else:
             raise ConfigError(
-                f"--slurm {part or repr(said)}: not of the form key=value, as in --slurm"
+                f"--slurm {part or repr(text)}: not of the form key=value, as in --slurm"
                 " partition=gpu,time=240"
             )
-    found = dict(pairs)
-    keys = [key for key, _ in pairs]
-    refuse_if(
-        [f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1]
-    )
-    refuse_if([f"--slurm {line}" for line in setting_errors(found, submitit)])
-    refuse_if(
-        [
-            f"--slurm {key}={value}: has a space; put a comma between settings"
-            for key, value in found.items()
-            if " " in value and key not in _WITH_SPACES
-        ]
-    )
-    return found
+    values = dict(pairs)
+    counts = Counter(key for key, _ in pairs)
+    refuse_if([f"--slurm {key}: given {count} times" for key, count in counts.items() if count > 1])
+    refuse_if([f"--slurm {line}" for line in setting_errors(values, submitit)])
+    problems = []
+    for key, value in values.items():
+        if " " in value and key not in _WITH_SPACES:
+            problems.append(f"--slurm {key}={value}: has a space; put a comma between settings")
+    refuse_if(problems)
+    return values
 
 
 _WITH_SPACES = ("setup", "teardown", "comment", "wrap", "srun_args", "srun-args")
 """Settings with spaces in their values."""
 
 
-def _between_settings(said: str) -> list[str]:
+def _between_settings(text: str) -> list[str]:
     """Splits at commas, and at spaces before the name of an option and `=`."""
-    return re.split(rf",|\s+(?=(?:{'|'.join(sorted(SBATCH))})=)", said.strip().replace(", ", ","))
+    return re.split(rf",|\s+(?=(?:{'|'.join(sorted(SBATCH))})=)", text.strip().replace(", ", ","))

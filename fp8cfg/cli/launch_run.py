@@ -138,21 +138,23 @@ def count_ranks(recipe: Recipe, num_gpus: int) -> int:
         )
     if num_gpus == 0:
         return 1
-    most = min(num_gpus, trainer.devices)
+    max_ranks = min(num_gpus, trainer.devices)
     if trainer.smoke:
-        return most
-    return largest_rank_count(recipe, most) or 1
+        return max_ranks
+    return largest_rank_count(recipe, max_ranks) or 1
 
 
 def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
     """Prints a note if GPUs of trainer.devices have no rank."""
     trainer = recipe.trainer
-    wanted = min(num_gpus, trainer.devices)
-    if num_gpus == 0 or num_ranks == wanted or layout_violations(recipe, num_ranks):
+    max_ranks = min(num_gpus, trainer.devices)
+    if num_gpus == 0 or num_ranks == max_ranks or layout_violations(recipe, num_ranks):
         return
-    replica = f" {trainer.strategy.size} to a replica," if trainer.strategy.size > 1 else ""
+    replica = ""
+    if trainer.strategy.size > 1:
+        replica = f" {trainer.strategy.size} to a replica,"
     say_on_stderr(
-        f"note: {num_ranks} of {wanted} GPUs are used,{replica} over which"
+        f"note: {num_ranks} of {max_ranks} GPUs are used,{replica} over which"
         f" trainer.global_batch_size={trainer.global_batch_size} divides in microbatches of"
         f" {trainer.micro_batch_size}"
     )
@@ -330,10 +332,11 @@ def cut_to_ranks(recipe: Recipe) -> Recipe:
     Args:
         recipe: The recipe.
     """
-    small = smoke.cut_recipe(recipe, sharding.ranks())
-    note = smoke.describe_cuts(recipe, small)
-    say_notes([note] if note else [], recipe.log.level)
-    return small
+    cut_recipe = smoke.cut_recipe(recipe, sharding.ranks())
+    note = smoke.describe_cuts(recipe, cut_recipe)
+    if note:
+        say_notes([note], recipe.log.level)
+    return cut_recipe
 
 
 def _is_first_rank() -> bool:

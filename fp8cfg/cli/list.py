@@ -49,64 +49,77 @@ class Entry:
         name: The name.
         about: Its description.
         file: The file.
-        own: Printed place of a user's or plugin's entry. "" for shipped ones.
+        origin: File or module of a user's or plugin's entry, for printing. "" for shipped ones.
     """
 
     name: str
     about: str
     file: Path
-    own: str = ""
+    origin: str = ""
 
     @property
     def line(self) -> str:
         """Text after the name."""
-        return ": ".join(part for part in (self.own, self.about) if part)
+        return ": ".join(part for part in (self.origin, self.about) if part)
+
+    def as_data(self) -> dict[str, str]:
+        """Returns the content for --json."""
+        return {"name": self.name, "about": self.about, "file": str(self.file.resolve())}
 
 
 def run(argv: list[str]) -> int:
     """Prints the groups and returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
-    named = [_PLURAL.get(word, word) for word in arguments.plain]
-    folder = arguments.one("--config-dir")
-    groups = [*GROUPS, *(_own(Path(folder)) if folder else ())]
-    wrong = [
-        f"list {word}: no such group" + suggest(word, groups)
-        for word in named
-        if word not in groups
-    ]
-    refuse_if(wrong + [f"list: takes no values, drop {word!r}" for word in arguments.words])
-    if folder and not Path(folder).is_dir():
+    names = [_PLURAL.get(word, word) for word in arguments.plain]
+    config_dir = arguments.one("--config-dir")
+    folder = Path(config_dir) if config_dir else None
+    groups = list(GROUPS)
+    if folder:
+        groups += _user_groups(folder)
+    problems = []
+    for name in names:
+        if name not in groups:
+            problems.append(f"list {name}: no such group{suggest(name, groups)}")
+    problems += [f"list: takes no values, drop {word!r}" for word in arguments.words]
+    refuse_if(problems)
+    if folder and not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: no such folder")
-    found = {
-        g: entries(g, Path(folder) if folder else None) for g in groups if not named or g in named
-    }
+    entries_by_group = {}
+    for group in groups:
+        if not names or group in names:
+            entries_by_group[group] = entries(group, folder)
+
     if "--json" in arguments.flags:
-        print(
-            json.dumps(
-                {
-                    group: [
-                        {"name": e.name, "about": e.about, "file": str(e.file.resolve())}
-                        for e in those
-                    ]
-                    for group, those in found.items()
-                },
-                indent=1,
-            )
-        )
-    elif len(found) == 1:
-        print("\n".join(_whole(*found.values())))
+        data = {
+            group: [entry.as_data() for entry in group_entries]
+            for group, group_entries in entries_by_group.items()
+        }
+        print(json.dumps(data, indent=1))
+    elif len(entries_by_group) == 1:
+        [group_entries] = entries_by_group.values()
+        print("\n".join(_full_lines(group_entries)))
     elif has_color(sys.stdout):
-        print_sections([Section(group, _overview(those)) for group, those in found.items()])
+        print_sections(
+            [
+                Section(group, _overview(group_entries))
+                for group, group_entries in entries_by_group.items()
+            ]
+        )
     else:
-        print("\n\n".join("\n".join([group, *_overview(those)]) for group, those in found.items()))
+        blocks = []
+        for group, group_entries in entries_by_group.items():
+            blocks.append("\n".join([group, *_overview(group_entries)]))
+        print("\n\n".join(blocks))
     return 0
 
 
-def _own(folder: Path) -> list[str]:
+def _user_groups(folder: Path) -> list[str]:
     """Returns the groups in `folder` that are not shipped."""
     from fp8cfg.composition.config_groups import Library
 
-    return Library(folder).groups()[len(GROUPS) :] if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return Library(folder).groups()[len(GROUPS) :]  # shipped groups come first
 
 
 def entries(group: str, folder: Path | None) -> list[Entry]:
@@ -116,60 +129,53 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
         group: Name of the group.
         folder: The user's config folder. Its files override shipped ones of the same name.
     """
-    shipped = {e.name: e for e in (_recipes() if group == "recipe" else [])}
-    shipped |= {
-        file.stem: Entry(file.stem, _comment(file), file)
-        for file in sorted((help.root("conf") / group).glob("*.yaml"))
-    }
-    own: dict[str, Entry] = {}
+    result = {}
+    if group == "recipe":
+        result = {entry.name: entry for entry in _recipes()}
+    for file in (help.root("conf") / group).glob("*.yaml"):
+        result[file.stem] = Entry(file.stem, _comment(file), file)
     if folder:
         from fp8cfg.schema.safe_files import NAME
 
-        own = {
-            file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
-            for file in (folder / group).glob("*.yaml")
-            if NAME.fullmatch(file.stem) and file.is_file()
-        }
-    return sorted((shipped | own).values(), key=lambda e: e.name)
+        for file in (folder / group).glob("*.yaml"):
+            if NAME.fullmatch(file.stem) and file.is_file():
+                origin = printable(str(file))
+                result[file.stem] = Entry(file.stem, _comment(file), file, origin)
+    return sorted(result.values(), key=lambda entry: entry.name)
 
 
-def _overview(those: list[Entry]) -> list[str]:
+def _overview(entries: list[Entry]) -> list[str]:
     """Formats one line per entry, cut to the width of the terminal."""
-    width = max(len(e.name) for e in those)
-    return [f"  {e.name:{width}}  {cut(e.line, output_width() - 4 - width)}" for e in those]
+    width = max(len(entry.name) for entry in entries)
+    room = output_width() - 4 - width
+    return [f"  {entry.name:{width}}  {cut(entry.line, room)}" for entry in entries]
 
 
-def _whole(those: list[Entry]) -> list[str]:
+def _full_lines(entries: list[Entry]) -> list[str]:
     """Formats the entries with complete descriptions."""
-    width = max(len(e.name) for e in those) + 2
-    return [wrapped(f"{e.name:{width}}{e.line}", more=" " * width) for e in those]
+    width = max(len(entry.name) for entry in entries) + 2
+    return [wrapped(f"{entry.name:{width}}{entry.line}", more=" " * width) for entry in entries]
 
 
 def _recipes() -> list[Entry]:
     """Returns the recipes of fp8cfg and of plugins."""
-    read = {
-        name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()
-    }
+    shipped = {}
+    for name, (about, file) in help.shipped_recipes().items():
+        shipped[name] = Entry(name, about, file)
     # Plugins register recipes by entry points. Their sources may have any form, so import them.
     if not metadata.entry_points(group="fp8cfg.recipes"):
-        return list(read.values())
+        return list(shipped.values())
     from fp8cfg.schema.recipe_registry import recipes
 
-    return [
-        read.get(name)
-        or Entry(
-            name,
-            _first(make.__doc__),
-            Path(inspect.unwrap(make).__code__.co_filename),
-            make.__module__,
-        )
-        for name, make in recipes().items()
-    ]
-
-
-def _first(doc: str | None) -> str:
-    """Returns the first line of a docstring."""
-    return (doc or "").strip().partition("\n")[0]
+    result = []
+    for name, make in recipes().items():
+        entry = shipped.get(name)
+        if entry is None:
+            about = (make.__doc__ or "").strip().partition("\n")[0]
+            file = Path(inspect.unwrap(make).__code__.co_filename)
+            entry = Entry(name, about, file, make.__module__)
+        result.append(entry)
+    return result
 
 
 def _comment(file: Path) -> str:
@@ -181,9 +187,8 @@ def _comment(file: Path) -> str:
                 if not line.startswith("#"):
                     break
                 if not line.startswith(("# @package", "# yaml-language-server")):
-                    return "".join(
-                        c for c in line.lstrip("# ") if c.isprintable()
-                    )  # no escape sequences: it goes to a terminal
+                    # No escape sequences: the text goes to a terminal.
+                    return "".join(char for char in line.lstrip("# ") if char.isprintable())
     except (OSError, ConfigError):
         pass
     return ""

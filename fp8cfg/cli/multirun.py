@@ -48,8 +48,13 @@ JOB, ALL = "job-{number}.json", "results.json"
 Result = dict[str, Any]
 
 
-def write(
-    folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool
+def write_result(
+    folder: Path,
+    number: int,
+    overrides: list[str],
+    exit_code: int,
+    error: str,
+    has_run_folder: bool,
 ) -> Result:
     """Writes the result of a job.
 
@@ -57,136 +62,151 @@ def write(
         folder: Folder of the job.
         number: Number of the job.
         overrides: Overrides of the job, as full_key=value.
-        code: Exit code.
+        exit_code: Exit code.
         error: Error message, "" without one.
-        ran: Whether the job created a run folder, so that its metrics are from this job.
+        has_run_folder: Whether the job created a run folder, so that its metrics are from this job.
 
     Returns:
         The result, as it was written.
     """
     files = RunFiles.at(folder)
-    words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
+    values = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        values[short(key)] = value
+    # Without a new run, files in the folder are from an older one.
+    run_files = files if has_run_folder else None
     result = {
         "job": number,
-        "overrides": words,
-        "exit_code": code,
+        "overrides": values,
+        "exit_code": exit_code,
         "error": error or None,
-        # Without a new run, files in the folder are from an older one.
-        **_metrics(files if ran else None),
-        "fp8_share": _share(files) if ran else None,
+        **_read_metrics(run_files),
+        "fp8_share": _read_fp8_share(run_files),
         "run_folder": str(folder),
     }
     files.replace(JOB.format(number=number), (json.dumps(result, indent=1) + "\n").encode())
     return result
 
 
-def read(folder: Path) -> list[Result]:
+def read_results(folder: Path) -> list[Result]:
     """Reads the results of a sweep, sorted by job number.
 
     Args:
         folder: The sweep folder.
     """
     files = folder.rglob(JOB.format(number="*"))
-    return sorted(
-        (json.loads(p.read_text(encoding="utf-8")) for p in files), key=lambda r: int(r["job"])
-    )
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(results, key=lambda result: int(result["job"]))
 
 
-def report(folder: Path, ended: str) -> int:
+def report(folder: Path, early_end: str) -> int:
     """Prints the table of a sweep and writes results.json.
 
     Args:
         folder: The sweep folder.
-        ended: Why the sweep ended early, "" if it did not.
+        early_end: Why the sweep ended early, "" if it did not.
 
     Returns:
         The largest exit code. But 1 if any job ended with 1, because it may be a bug.
     """
-    results = read(folder)
+    results = read_results(folder)
     RunFiles.at(folder).replace(ALL, (json.dumps(results, indent=1) + "\n").encode())
     print(f"\nsweep folder: {printable(str(folder))}\n{_table(folder, results)}")
-    for r in results:
-        for line in (r["error"] or "").splitlines():
-            print(
-                f"{_name(folder, r)}"
-                f" {'refused' if r['exit_code'] == ConfigError.exit_code else 'failed'}:"
-                f" {printable(line)}"
-            )
-    if ended:
+    for result in results:
+        is_invalid = result["exit_code"] == ConfigError.exit_code
+        outcome = "refused" if is_invalid else "failed"
+        for line in (result["error"] or "").splitlines():
+            print(f"{_job_name(folder, result)} {outcome}: {printable(line)}")
+    if early_end:
         sys.stdout.flush()
-        print(f"error: {printable(ended)}", file=sys.stderr)
+        print(f"error: {printable(early_end)}", file=sys.stderr)
     codes = [int(result["exit_code"]) for result in results]
     if 1 in codes:
         return 1
-    return max([1 if ended else 0, *codes])
+    if early_end:
+        codes.append(1)
+    return max(codes, default=0)
 
 
 def _table(folder: Path, results: list[Result]) -> str:
     """Formats one row per job, with the keys that differ between jobs."""
-    every = {key: None for r in results for key in r["overrides"]}
-    keys = [k for k in every if len({r["overrides"].get(k) for r in results}) > 1]
-    header = ["folder", *keys, "loss", "val loss", "tokens/s", "FP8", "exit"]
-    rows = [
-        [
-            _name(folder, r),
-            *(r["overrides"].get(k, "") for k in keys),
-            _number(r["training_loss"], ".4f"),
-            _number(r["validation_loss"], ".4f"),
-            _number(r["tokens_per_second"], ",.0f"),
-            _number(r["fp8_share"], ".1%"),
-            str(r["exit_code"]),
-        ]
-        for r in results
-    ]
-    text: str = table(header, rows, right=range(len(keys) + 1, len(header)))
-    # Too wide for the terminal: print the keys below the table.
-    if keys and not fits(header, rows):
-        text = table(
-            ["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6)
+    all_keys = {key: None for result in results for key in result["overrides"]}  # keeps the order
+    keys = []
+    for key in all_keys:
+        values = {result["overrides"].get(key) for result in results}
+        if len(values) > 1:
+            keys.append(key)
+    metrics = ["loss", "val loss", "tokens/s", "FP8", "exit"]
+    header = ["folder", *keys, *metrics]
+    rows = []
+    for result in results:
+        rows.append(
+            [
+                _job_name(folder, result),
+                *(result["overrides"].get(key, "") for key in keys),
+                _format_number(result["training_loss"], ".4f"),
+                _format_number(result["validation_loss"], ".4f"),
+                _format_number(result["tokens_per_second"], ",.0f"),
+                _format_number(result["fp8_share"], ".1%"),
+                str(result["exit_code"]),
+            ]
         )
-        for row in rows:
-            words = " ".join(f"{k}={v}" for k, v in zip(keys, row[1:], strict=False))
-            text += "\n" + wrapped(f"{row[0]}: {words}", more="  ")
+    if not keys or fits(header, rows):
+        text: str = table(header, rows, right=range(len(keys) + 1, len(header)))
+        return text
+    # Too wide for the terminal: print the keys below the table.
+    narrow_rows = [[row[0], *row[-len(metrics) :]] for row in rows]
+    text = table(["folder", *metrics], narrow_rows, right=range(1, len(metrics) + 1))
+    for row in rows:
+        overrides = " ".join(f"{key}={value}" for key, value in zip(keys, row[1:], strict=False))
+        text += "\n" + wrapped(f"{row[0]}: {overrides}", more="  ")
     return text
 
 
-def _name(folder: Path, result: Result) -> str:
+def _job_name(folder: Path, result: Result) -> str:
     """Returns the job's folder relative to the sweep folder."""
     return printable(os.path.relpath(result["run_folder"], folder))
 
 
-def _number(value: float | str | None, form: str) -> str:
-    """Formats a number of a result. "nan" and "inf" are strings already."""
-    return "" if value is None else value if isinstance(value, str) else format(value, form)
+def _format_number(value: float | str | None, form: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):  # "nan" and "inf"
+        return value
+    return format(value, form)
 
 
-def _metrics(files: RunFiles | None) -> Result:
-    """Returns the last losses and the median speed."""
-    rows: list[Any] = (
-        metrics_file.read_metrics(files, METRICS) if files and files.kind(METRICS) else []
-    )
-    steps = [r for r in rows if "seconds" in r]
+def _read_metrics(files: RunFiles | None) -> Result:
+    """Returns the last losses and the median speed. None for missing values."""
+    rows: list[Any] = []
+    if files and files.kind(METRICS):
+        rows = metrics_file.read_metrics(files, METRICS)
+    last: dict[str, float | None] = {"loss": None, "val_loss": None}
+    for row in rows:
+        for name in last:
+            last[name] = row.get(name, last[name])
+    steps = [row for row in rows if "seconds" in row]
     # The first step compiles and warms up, so it only counts if it is the only one.
-    pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
-    last = {
-        name: next((r[name] for r in reversed(rows) if name in r), None)
-        for name in ("loss", "val_loss")
-    }
+    steps = steps[1:] or steps
+    speeds = [row["tokens"] / row["step"] / row["seconds"] for row in steps]
     return {
-        "training_loss": _json(last["loss"]),
-        "validation_loss": _json(last["val_loss"]),
-        "tokens_per_second": statistics.median(pace) if pace else None,
+        "training_loss": _json_number(last["loss"]),
+        "validation_loss": _json_number(last["val_loss"]),
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
     }
 
 
-def _json(value: float | None) -> float | str | None:
+def _json_number(value: float | None) -> float | str | None:
     """Converts NaN and infinities to strings, because JSON has no such numbers."""
-    return value if value is None or math.isfinite(value) else str(value)
+    if value is None or math.isfinite(value):
+        return value
+    return str(value)
 
 
-def _share(files: RunFiles) -> float | None:
+def _read_fp8_share(files: RunFiles | None) -> float | None:
     """Returns the share of matmul FLOPs in FP8, None without coverage.json."""
-    if not files.kind(COVERAGE):
+    if files is None or not files.kind(COVERAGE):
         return None
     share: float = read_object(files, COVERAGE)["share_of_matmul_flops"]
     return share
@@ -210,59 +230,60 @@ def job(library: Library, file: Path | None, config: DictConfig) -> float:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    made = list[RunFolder]()
-    words = list(hydra.overrides.task)
-    code, error = _train(words, library, file, folder, made)
-    result = write(folder, hydra.job.num, words, code, error, ran=bool(made))
+    overrides = list(hydra.overrides.task)
+    exit_code, error, has_run_folder = _train(overrides, library, file, folder)
+    result = write_result(folder, hydra.job.num, overrides, exit_code, error, has_run_folder)
     # 75: stopped by a signal and saved. 130: interrupted. Both stop the whole sweep.
-    if code in (75, 130):
+    if exit_code in (75, 130):
         raise KeyboardInterrupt
-    found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
-    return float(found[0]) if found and code == 0 else float("nan")
+    losses = [result["validation_loss"], result["training_loss"]]
+    losses = [loss for loss in losses if loss is not None]
+    if exit_code == 0 and losses:
+        return float(losses[0])
+    return float("nan")
 
 
 def _train(
-    words: list[str],
-    library: Library,
-    file: Path | None,
-    folder: Path,
-    made: list[RunFolder],
-) -> tuple[int, str]:
-    """Trains a recipe into `folder`. Adds the run folder to `made` when it is created.
+    overrides: list[str], library: Library, file: Path | None, folder: Path
+) -> tuple[int, str, bool]:
+    """Trains the recipe of one job in `folder`.
 
     Returns:
-        The exit code, and the error message or "".
+        The exit code, the error message or "", and whether the run folder was created.
     """
+    has_run_folder = False
 
-    def own() -> RunFolder:
+    def create_folder() -> RunFolder:
         """Creates the run folder in the job's folder."""
-        made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
-        return made[0]
+        nonlocal has_run_folder
+        run = RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder)
+        has_run_folder = True
+        return run
 
+    exit_code, error = 0, ""
     try:
-        words = [word for word in words if word != f"recipe={GIVEN}"]
-        found = precedence.composed(words, library, file, sweep=True)
-        refuse_if(found.problems)
-        say_notes(found.notes, found.recipe.log.level)
-        recipe = launch_run.cut_to_ranks(found.recipe)
-        return launch_run.launch(recipe, own, None, is_short=True), ""
-    except Fp8cfgError as e:
-        print(
-            *(f"error: {printable(line)}" for line in str(e).splitlines()),
-            sep="\n",
-            file=sys.stderr,
-        )
-        return e.exit_code, str(e)
-    except KeyboardInterrupt:
-        return 130, "interrupted"
-    except Exception as e:  # a bug, or no memory: the other runs continue
-        if line := out_of_memory(e):
+        words = [word for word in overrides if word != f"recipe={GIVEN}"]
+        resolved = precedence.composed(words, library, file, sweep=True)
+        refuse_if(resolved.problems)
+        say_notes(resolved.notes, resolved.recipe.log.level)
+        recipe = launch_run.cut_to_ranks(resolved.recipe)
+        exit_code = launch_run.launch(recipe, create_folder, None, is_short=True)
+    except Fp8cfgError as failure:
+        exit_code, error = failure.exit_code, str(failure)
+        for line in error.splitlines():
             print(f"error: {printable(line)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        exit_code, error = 130, "interrupted"
+    except Exception as failure:  # a bug, or no memory: the other runs continue
+        exit_code, error = 1, out_of_memory(failure)
+        if error:
+            print(f"error: {printable(error)}", file=sys.stderr)
         else:
             traceback.print_exc()
-        return 1, line or f"{type(e).__name__}: {e}"
+            error = f"{type(failure).__name__}: {failure}"
     finally:
         free_memory()
+    return exit_code, error, has_run_folder
 
 
 class SweepError(Fp8cfgError):
@@ -288,79 +309,74 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
             "-m: a sweep starts its own runs, each on one rank; start it without torchrun"
         )
     words, hydra_words = hydra_flags.hydra_split(arguments.words)
-    single = [word for word in hydra_words if word.startswith(hydra_flags.RUN_DIR)]
-    refuse_if([f"{word}: is of a single run; write hydra.sweep.dir=FOLDER" for word in single])
+    for word in hydra_words:
+        if word.startswith(hydra_flags.RUN_DIR):
+            raise ConfigError(f"{word}: for a single run only; write hydra.sweep.dir=FOLDER")
     config_dir = arguments.one("--config-dir")
     library = Library(Path(config_dir) if config_dir else None)
     plan = read_overrides(words, library, recipe_from(file, library) if file else None)
-    recipe = _checked(plan, config_dir, file)
+    recipe = _check_combinations(plan, config_dir, file)
     # Jobs print their own messages, so Hydra's logging is off.
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
-        folder = _folder(hydra, overrides, len(plan.combinations))
-        ended = _multirun(hydra, folder, overrides, functools.partial(job, library, file))
-    return report(folder, ended)
+        folder = _create_folder(hydra, overrides, len(plan.combinations))
+        early_end = _multirun(hydra, folder, overrides, functools.partial(job, library, file))
+    return report(folder, early_end)
 
 
-def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
+def _check_combinations(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     """Composes all combinations and prints the invalid ones. Returns the first valid recipe."""
     recipes: list[Recipe] = []
 
-    def build(words: Sequence[str]) -> None:
+    def check(words: Sequence[str]) -> None:
         """Composes one combination. Raises ConfigError if it cannot run."""
-        found = resolve_recipe(
-            words, config_dir, file, sweep=True
-        )  # each job prints its notes itself
-        one = found.recipe.log.folder
-        refuse_if(
-            [
-                *found.problems,
-                *(
-                    [f"log.folder={one}: is of a single run; write hydra.sweep.dir=FOLDER"]
-                    if one
-                    else []
-                ),
-            ]
-        )
-        recipes.append(found.recipe)
+        # Without notes: each job prints its own.
+        resolved = resolve_recipe(words, config_dir, file, sweep=True)
+        folder_problems = []
+        folder = resolved.recipe.log.folder
+        if folder:
+            folder_problems.append(
+                f"log.folder={folder}: for a single run only; write hydra.sweep.dir=FOLDER"
+            )
+        refuse_if([*resolved.problems, *folder_problems])
+        recipes.append(resolved.recipe)
 
-    holes = refused(plan.combinations, build)
-    if holes:
-        print(f"{len(holes)} of {len(plan.combinations)} combinations cannot run:")
-    for number, lines in holes.items():
-        words = [
-            word
-            for word in plan.combinations[number]
-            if any(word not in other for other in plan.combinations)
-        ]
-        print(f"  {' '.join(words)}", *lines, sep="\n    ")
+    invalid = refused(plan.combinations, check)
+    if invalid:
+        print(f"{len(invalid)} of {len(plan.combinations)} combinations cannot run:")
+    for number, lines in invalid.items():
+        # Overrides of all combinations don't tell them apart.
+        distinct = []
+        for word in plan.combinations[number]:
+            if not all(word in combination for combination in plan.combinations):
+                distinct.append(word)
+        print(f"  {' '.join(distinct)}", *lines, sep="\n    ")
     return recipes[0]
 
 
-def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
+def _create_folder(hydra: Hydra, overrides: list[str], num_jobs: int) -> Path:
     """Creates the sweep folder. Raises ConfigError if all jobs would share one folder."""
-
     # Each composition resolves ${now:...} to another time. So the folder is fixed here once.
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)
-    except Exception as e:
-        problem = _problem(e)
+    except Exception as error:
+        problem = _sweep_error(error)
         raise problem from problem.__cause__
     HydraConfig.instance().set_config(config)
     sweep: Any = OmegaConf.to_container(config.hydra.sweep)
-    below = str(sweep["subdir"])
-    if jobs > 1 and "${" not in below:
+    subdir = str(sweep["subdir"])
+    if num_jobs > 1 and "${" not in subdir:
         raise ConfigError(
-            f"hydra.sweep.subdir={below}: one folder for all of {jobs} runs; "
-            "name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"
+            f"hydra.sweep.subdir={subdir}: gives all {num_jobs} runs one folder; "
+            "put the run into the name, as in 'hydra.sweep.subdir=${hydra.job.num}'"
         )
     folder = Path(str(config.hydra.sweep.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"hydra.sweep.dir={folder}: is not empty; a sweep takes a new folder")
-    except OSError as e:
-        raise RunFolderNotWritable(f"{folder} cannot be written ({e.strerror})") from None
+            raise ConfigError(f"hydra.sweep.dir={folder}: is not empty; set a new folder")
+    except OSError as error:
+        raise RunFolderNotWritable(f"{folder} cannot be written ({error.strerror})") from None
     return folder
 
 
@@ -371,11 +387,11 @@ def _multirun(
     try:
         hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
-        return "stopped by a signal; what is not in the table has not run"
-    except Exception as e:  # from a launcher or sweeper: a missing queue, a lost job
-        problem = _problem(e)
+        return "stopped by a signal; runs that are not in the table have not started"
+    except Exception as error:  # from a launcher or sweeper: a missing queue, a lost job
+        problem = _sweep_error(error)
         # Results of finished jobs are still reported.
-        if read(folder):
+        if read_results(folder):
             return str(problem)
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -383,10 +399,9 @@ def _multirun(
     return ""
 
 
-def _problem(error: Exception) -> Exception:
+def _sweep_error(error: Exception) -> Exception:
     """Returns the error if it is printed in one line, or else a SweepError with its first line."""
-
     if isinstance(error, (Fp8cfgError, HydraException, OmegaConfBaseException)):
         return error
-    first = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return SweepError(f"the sweep failed: {type(error).__name__}: {first}")
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return SweepError(f"the sweep failed: {type(error).__name__}: {lines[0]}")

@@ -76,65 +76,62 @@ def run(argv: list[str]) -> int:
         NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
     arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), (*_OUTPUTS, "--measure"))
+    flags = arguments.flags
     try:
-        folder, ranks, name = (
-            arguments.one("--config-dir"),
-            _count(arguments.one("--gpus")),
-            arguments.one("--gpu"),
-        )
-        gpu, file = find_gpu(name) if name else None, recipe_file(arguments.plain, ())
-        if len(arguments.flags) > 1:
-            raise ConfigError(
-                f"{' '.join(f for f in (*_OUTPUTS, '--measure') if f in arguments.flags)}:"
-                " choose one"
-            )
-        if name and "--measure" in arguments.flags:
-            raise ConfigError(f"--measure: runs on this machine; drop --gpu {name}")
-    except ConfigError as e:
-        raise ConfigError(e.problems + wrong_words(arguments)) from None
+        folder = arguments.one("--config-dir")
+        num_gpus = _count(arguments.one("--gpus"))
+        gpu_name = arguments.one("--gpu")
+        gpu = find_gpu(gpu_name) if gpu_name else None
+        file = recipe_file(arguments.plain, ())
+        if len(flags) > 1:
+            names = [flag for flag in (*_OUTPUTS, "--measure") if flag in flags]
+            raise ConfigError(f"{' '.join(names)}: choose one")
+        if gpu_name and "--measure" in flags:
+            raise ConfigError(f"--measure: runs on this machine; drop --gpu {gpu_name}")
+    except ConfigError as error:
+        raise ConfigError(error.problems + wrong_words(arguments)) from None
 
-    def settle(words: Sequence[str]) -> ResolvedRecipe:
+    def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides and the file."""
         return resolve_recipe(words, folder, file)
 
-    found = settle(arguments.words)
-    started = ranks or _launched()
-    if found.problems and started is not None:
+    resolved = resolve(arguments.words)
+    num_ranks = num_gpus or _launched_ranks()
+    if resolved.problems and num_ranks is not None:
         # The layout may need the GPUs of --gpus or of the launcher, not num_nodes x devices.
-        nodes, devices = split_into_nodes(started)
-        found = settle(
-            [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-        )
-    refuse_if([] if found.layout_alone else found.problems)
-    say_notes(found.notes)
-    recipe = found.recipe
-    check_accelerator(recipe, name, "--gpu ")
-    world = started or recipe.trainer.num_nodes * recipe.trainer.devices
-    whole_line = command_lines(arguments, settle, has_blanks=True)
-    plan = report_plan(recipe, world, gpu, whole_line, found.problems)
+        nodes, devices = split_into_nodes(num_ranks)
+        size = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+        resolved = resolve([*arguments.words, *size])
+    # The plan reports layout problems, with a command that runs.
+    if not resolved.layout_alone:
+        refuse_if(resolved.problems)
+    say_notes(resolved.notes)
+    recipe = resolved.recipe
+    check_accelerator(recipe, gpu_name, "--gpu ")
+    num_ranks = num_ranks or recipe.trainer.num_nodes * recipe.trainer.devices
+    write_command = command_lines(arguments, resolve, has_blanks=True)
+    plan = report_plan(recipe, num_ranks, gpu, write_command, resolved.problems)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        if arguments.flags - {"--measure"}:
-            print(_shown(plan, *arguments.flags), flush=True)
+        if flags - {"--measure"}:
+            print(_format_plan(plan, *flags), flush=True)
         else:
             print_sections(report_sections(plan))
-    where = plan.offered.where("there") if plan.offered else "there"
+
+    place = plan.offered.where("there") if plan.offered else "there"
     if plan.refusals:
-        refuse_if(append_commands([*plan.refusals, *plan.problems], where, plan.lines))
-    if (
-        not {"--tree", "--dot", "--code"} & arguments.flags
-    ):  # a graph can be used for other purposes, so a recipe without enough memory is no error
+        refuse_if(append_commands([*plan.refusals, *plan.problems], place, plan.lines))
+    # A graph has other uses than training, so a recipe without enough memory is no error.
+    if not flags & {"--tree", "--dot", "--code"}:
         if list(plan.problems) == [min_coverage_problem(recipe, plan.coverage)]:
             check_min_coverage(recipe, plan.coverage)
-        refuse_if(append_commands(plan.problems, where, plan.lines) if plan.problems else [])
-        if (
-            is_first
-            and not arguments.flags
-            and (name or ranks)
-            and (line := whole_line(Fit(_there(recipe, world), ())))
-        ):
-            say_notes([f"runs there: {line}"])
-    if "--measure" in arguments.flags:
+        if plan.problems:
+            refuse_if(append_commands(plan.problems, place, plan.lines))
+        if is_first and not flags and (gpu_name or num_gpus):
+            command = write_command(Fit(_sized_for(recipe, num_ranks), ()))
+            if command:
+                say_notes([f"runs there: {command}"])
+    if "--measure" in flags:
         _measure(recipe, is_first)
     return 0
 
@@ -151,33 +148,33 @@ def _measure(recipe: Recipe, is_first: bool) -> None:
         print(f"\n{text}")
 
 
-def _launched() -> int | None:
+def _launched_ranks() -> int | None:
     """Returns the number of ranks that torchrun or another launcher started. None without one."""
-    return ranks_here() if "WORLD_SIZE" in os.environ else None
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    return ranks_here()
 
 
-def _there(recipe: Recipe, ranks: int) -> Recipe:
+def _sized_for(recipe: Recipe, num_ranks: int) -> Recipe:
     """Returns the recipe with num_nodes and devices for this number of ranks."""
-    t = recipe.trainer
-    return (
-        recipe
-        if ranks == t.num_nodes * t.devices
-        else place_on_gpus(recipe, *split_into_nodes(ranks))
-    )
+    if num_ranks == recipe.trainer.num_nodes * recipe.trainer.devices:
+        return recipe
+    return place_on_gpus(recipe, *split_into_nodes(num_ranks))
 
 
-def _shown(plan: PlanReport, output: str) -> str:
+def _format_plan(plan: PlanReport, output: str) -> str:
     """Formats the plan as JSON, or its graph as text."""
     if output == "--json":
         return json.dumps(plan.data(), indent=1)
     if plan.choice is None:  # without a backend there is no graph
         raise ConfigError(plan.refusals)
-    lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-    return {
+    graph = lower(plan.recipe, plan.hardware, choice=plan.choice)
+    format_graph = {
         "--tree": graph_text.tree_text,
         "--dot": graph_text.dot_text,
         "--code": graph_text.code_text,
-    }[output](lowered).rstrip()
+    }[output]
+    return format_graph(graph).rstrip()
 
 
 def _count(text: str | None) -> int | None:

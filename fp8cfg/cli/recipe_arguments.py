@@ -21,7 +21,7 @@ from fp8cfg.schema.messages import LEVELS, Level, level_of, say_on_stderr
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import STDIN
 
-_THEIRS = {
+_EQUIVALENT_VERBS = {
     "run": "train",
     "fit": "train",
     "pretrain": "train",
@@ -38,7 +38,7 @@ _THEIRS = {
     "preprocess": "data prepare",
 }
 """Commands of other trainers, and the verbs of fp8cfg."""
-_INSTEAD = {
+_ADVICE = {
     "nemo": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
     "llm": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
     "accelerate": "the ranks of this machine are started by: fp8cfg launch --local N",
@@ -64,11 +64,12 @@ def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
     Returns:
         The overrides.
     """
-    new = {full(parsed(word)[0]) for word in changes}
-    return [
-        *(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new),
-        *changes,
-    ]
+    changed_keys = {full(parsed(word)[0]) for word in changes}
+    words = []
+    for word in arguments.words:
+        if is_hydra(word) or full(parsed(word)[0]) not in changed_keys:
+            words.append(word)
+    return [*words, *changes]
 
 
 def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
@@ -79,15 +80,17 @@ def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> st
         changes: Overrides to change.
         verb: The verb and its options. Training by default.
     """
-    folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
-    return shlex.join(
-        ["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder]
-    )
+    command = ["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes)]
+    for folder in arguments.options.get("--config-dir", []):
+        command.append(f"--config-dir={folder}")
+    return shlex.join(command)
 
 
 def recipe_path(arg: str) -> Path:
     """Returns the path of a recipe file. "-" is standard input."""
-    return STDIN if arg == "-" else Path(arg)
+    if arg == "-":
+        return STDIN
+    return Path(arg)
 
 
 def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
@@ -107,14 +110,17 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
         raise ConfigError(
             f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`"
         )
-    return recipe_path(plain[0]) if plain else None
+    if not plain:
+        return None
+    return recipe_path(plain[0])
 
 
 def chooses(name: str) -> str | None:
     """Returns the group with a preset of this name, None without one."""
-    return next(
-        (group for group in ("recipe", "precision", "data") if name in choices(group)), None
-    )
+    for group in ("recipe", "precision", "data"):
+        if name in choices(group):
+            return group
+    return None
 
 
 def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
@@ -125,21 +131,22 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         verbs: Valid verbs, for the suggestion.
     """
     if arg in verbs:
-        return f"{arg}: a command stands first, as in: fp8cfg {arg}"
-    if chosen := chooses(arg):
-        return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
+        return f"{arg}: a command comes first, as in: fp8cfg {arg}"
+    group = chooses(arg)
+    if group:
+        return f"{arg}: not of the form key=value; did you mean '{group}={arg}'?"
     if os.path.isfile(f"{arg}.yaml"):
         return f"{arg}: no command, recipe file or key=value; did you mean '{arg}.yaml'?"
-    if arg in _INSTEAD:
-        return f"{arg}: no such command; {_INSTEAD[arg]}"
-    verb = _THEIRS.get(arg) or nearest(arg, verbs, 0.75)
+    if arg in _ADVICE:
+        return f"{arg}: no such command; {_ADVICE[arg]}"
+    verb = _EQUIVALENT_VERBS.get(arg) or nearest(arg, verbs, 0.75)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"
     if os.path.isdir(arg):
-        return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
+        return f"{arg}: is a folder; run folders are for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
-        read = f"; write: fp8cfg import megatron {arg}" if arg.endswith(".sh") else ""
-        return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
+        hint = f"; write: fp8cfg import megatron {arg}" if arg.endswith(".sh") else ""
+        return f"{arg}: not a recipe file; its name must end in .yaml or .json{hint}"
     line = malformed(arg)
     # `malformed` has a specific hint.
     if ";" in line or "," in line:
@@ -164,10 +171,10 @@ def compose_recipe(
     Raises:
         ConfigError: An argument or the recipe is wrong.
     """
-    found = resolve_recipe(words, config_dir, file, base)
-    refuse_if(found.problems)
-    say_notes(found.notes)
-    return found.recipe
+    resolved = resolve_recipe(words, config_dir, file, base)
+    refuse_if(resolved.problems)
+    say_notes(resolved.notes)
+    return resolved.recipe
 
 
 def resolve_recipe(
@@ -192,9 +199,8 @@ def resolve_recipe(
     Raises:
         ConfigError: An argument is wrong.
     """
-    return precedence.composed(
-        words, Library(Path(config_dir) if config_dir else None), file, base, sweep
-    )
+    library = Library(Path(config_dir) if config_dir else None)
+    return precedence.composed(words, library, file, base, sweep)
 
 
 def resolve_on_ranks(
@@ -226,8 +232,8 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
     if any(file.is_relative_to(Path(config_dir).resolve()) for file in files if file):
         return []
     return [
-        f"note: --config-dir {config_dir}: changes nothing, no word chooses what it has; the recipe"
-        " is the run's own"
+        f"note: --config-dir {config_dir}: no effect, no override chooses one of its presets; the"
+        " recipe is the run's own"
     ]
 
 
@@ -247,7 +253,7 @@ def say_notes(notes: Iterable[str], level: Level = "info") -> None:
 
 Settle = Callable[[Sequence[str]], "ResolvedRecipe"]
 """Composes the recipe of overrides, as a verb does it."""
-_TIMES = 4
+_MAX_TRIES = 4
 """Maximum number of tries for a command line.
 
 The first try is as found. The second adds the machine. The third adds the batch size, which may
@@ -270,26 +276,24 @@ def command_lines(
         has_blanks: Whether to add overrides with PATH and FOLDER for missing training data.
     """
 
-    def line(fit: Fit) -> str:
+    def write_command(fit: Fit) -> str:
         """Returns the command line of a fit, or ""."""
         words = [*fit.words]
-        for _ in range(_TIMES):
-            typed = settle([word for word in changed_words(arguments, words) if not is_hydra(word)])
+        for _ in range(_MAX_TRIES):
+            overrides = changed_words(arguments, words)
+            resolved = settle([word for word in overrides if not is_hydra(word)])
             # Overrides can change other keys too, such as the batch size. Set those explicitly.
-            if apart := _apart(typed, fit):
-                words += apart
-                continue
-            if typed.problems:
+            # A smoke run is cut to its size when it starts, so its recipe always differs.
+            if not fit.recipe.trainer.smoke:
+                missing = changed_overrides(resolved.recipe, fit.recipe)
+                if missing:
+                    words += missing
+                    continue
+            if resolved.problems:
                 return ""
             if has_blanks:
                 words += training_data.missing_overrides(fit.recipe)
             return command_line(arguments, words, *verb)
         return ""
 
-    return line
-
-
-def _apart(typed: ResolvedRecipe, fit: Fit) -> tuple[str, ...]:
-    """Returns the overrides that turn the composed recipe into the fit."""
-    # A smoke run is cut to its size when it starts, so its recipe always differs.
-    return () if fit.recipe.trainer.smoke else changed_overrides(typed.recipe, fit.recipe)
+    return write_command

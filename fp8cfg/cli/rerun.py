@@ -56,79 +56,102 @@ def run(argv: list[str]) -> int:
     add_verbose(arguments)
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
-    first = RunFolder.reading(arguments.plain[0])
-    if not first.files.kind(RECIPE):
-        RunFolder.open(first.path, lock=False)  # raises an error with the missing file
-    before = first.read_recipe()
-    before.log.folder, before.log.resume = None, "never"  # the first run's folder is taken
+    first_run = RunFolder.reading(arguments.plain[0])
+    if not first_run.files.kind(RECIPE):
+        RunFolder.open(first_run.path, lock=False)  # raises an error with the missing file
+    first_recipe = first_run.read_recipe()
+    # The first run's folder is taken.
+    first_recipe.log.folder = None
+    first_recipe.log.resume = "never"
+    config_dir = arguments.one("--config-dir")
 
-    def settle(words: Sequence[str]) -> ResolvedRecipe:
+    def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides on top of the first run's."""
-        return resolve_on_ranks(words, arguments.one("--config-dir"), base=before)
+        return resolve_on_ranks(words, config_dir, base=first_recipe)
 
-    found, whole_line = settle(arguments.words), command_lines(arguments, settle, "rerun")
-    refuse_if([] if found.layout_alone else found.problems)
-    if (ended := launch_run.start_ranks(found, ["rerun", *argv], whole_line)) is not None:
-        return ended
-    say_notes([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
-    recipe = launch_run.cut_to_ranks(found.recipe)
-    missing = list[str]()
-    then = _compared_or(lambda: _losses(first), "losses", missing)
+    resolved = resolve(arguments.words)
+    write_command = command_lines(arguments, resolve, "rerun")
+    # `start_ranks` handles layout problems.
+    if not resolved.layout_alone:
+        refuse_if(resolved.problems)
+    exit_code = launch_run.start_ranks(resolved, ["rerun", *argv], write_command)
+    if exit_code is not None:
+        return exit_code
+    say_notes([*resolved.notes, *idle_folder(arguments.words, config_dir)])
+    recipe = launch_run.cut_to_ranks(resolved.recipe)
+    missing: list[str] = []
+    first_losses = _read_or_report(lambda: _losses(first_run), "losses", missing)
     if os.environ.get("RANK", "0") == "0":
-        print(f"rerun of {printable(str(first.path))}")
-        changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
-        changed += _stages(first, before, missing)
-        if not changed + missing:
-            changed = ["nothing that is recorded has changed"]
-        print(
-            *(wrapped(printable(line), more="  ") for line in changed + missing),
-            sep="\n",
-            end="\n\n",
-        )
-    now, made = datetime.now(), list[RunFolder]()
-    exactly = Path(recipe.log.folder) if recipe.log.folder else None
+        _print_changes(first_run, first_recipe, recipe, missing)
 
-    def folder() -> RunFolder:
+    start_time = datetime.now()
+    runs: list[RunFolder] = []
+
+    def create_folder() -> RunFolder:
         """Creates the run folder. Only the first rank calls it."""
-        key = "log.folder" if exactly else "log.dir"
-        made.append(
-            RunFolder.create(
-                Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key
-            )
+        exact_path = Path(recipe.log.folder) if recipe.log.folder else None
+        run = RunFolder.create(
+            Path(recipe.log.dir),
+            recipe.name,
+            start_time,
+            to_yaml(recipe),
+            exact_path,
+            key="log.folder" if exact_path else "log.dir",
         )
-        return made[0]
+        runs.append(run)
+        return run
 
-    code = launch_run.launch(recipe, folder, None, whole_line)
-    if then and made:  # on the first rank
-        print(*compared(then, _losses(made[0])), sep="\n")
-    return code
+    exit_code = launch_run.launch(recipe, create_folder, None, write_command)
+    if first_losses and runs:  # on the first rank
+        print(*compare_losses(first_losses, _losses(runs[0])), sep="\n")
+    return exit_code
 
 
-def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | None:
+def _print_changes(
+    first_run: RunFolder, first_recipe: Recipe, recipe: Recipe, missing: list[str]
+) -> None:
+    """Prints the differences from the first run, and then the records that are missing."""
+    lines = [f"changed: {line}" for line in _changes(first_run, first_recipe, recipe, missing)]
+    lines += _stages(first_run, first_recipe, missing)
+    if not lines and not missing:
+        lines = ["nothing that is recorded has changed"]
+    print(f"rerun of {printable(str(first_run.path))}")
+    for line in lines + missing:
+        print(wrapped(printable(line), more="  "))
+    print()
+
+
+def _read_or_report(read: Callable[[], T], subject: str, missing: list[str]) -> T | None:
     """Returns the result of `read`. After an error, adds a line to `missing` and returns None."""
     try:
         return read()
-    except ConfigError as e:
-        missing.append(f"cannot compare {what}: {e}")
+    except ConfigError as error:
+        missing.append(f"cannot compare {subject}: {error}")
     return None
 
 
-def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
+def _changes(
+    first_run: RunFolder, first_recipe: Recipe, recipe: Recipe, missing: list[str]
+) -> list[str]:
     """Lists the differences from the first run: keys, environment, data."""
     from fp8cfg.training.data import run_data
 
-    keys = changes(before, recipe)
-    lines = [f"{key}: {spelled(_at(before, key))} -> {spelled(_at(recipe, key))}" for key in keys]
-    then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
-    if then is not None:
-        then.pop("run_format", None)  # about the folder, not the machine
-        lines += compare_environments(then, collect_environment())
-    digest = _compared_or(lambda: _data_digest(first), "data", missing)
-    if (
-        digest
-        and not any(key.startswith("data.") for key in keys)
-        and run_data(recipe)[0].sha256 != digest
-    ):
+    keys = changes(first_recipe, recipe)
+    lines = []
+    for key in keys:
+        lines.append(
+            f"{key}: {spelled(_value_of(first_recipe, key))} -> {spelled(_value_of(recipe, key))}"
+        )
+    first_environment = _read_or_report(
+        lambda: read_object(first_run.files, ENVIRONMENT), "versions", missing
+    )
+    if first_environment is not None:
+        first_environment.pop("run_format", None)  # about the folder, not the machine
+        lines += compare_environments(first_environment, collect_environment())
+    digest = _read_or_report(lambda: _data_digest(first_run), "data", missing)
+    # A changed data key is listed above already.
+    has_same_keys = not any(key.startswith("data.") for key in keys)
+    if digest and has_same_keys and run_data(recipe)[0].sha256 != digest:
         lines.append("data: the text or tokens to train on differ from the first run's")
     return lines
 
@@ -137,14 +160,15 @@ UNIMPORTANT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
 """Keys without an effect on losses."""
 
 
-def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
+def _stages(first_run: RunFolder, first_recipe: Recipe, missing: list[str]) -> list[str]:
     """Lists the parts of the first run with another recipe than its last one."""
     # A resume can change the recipe, but a rerun has one recipe from start to end.
+    past_recipes = _read_or_report(first_run.past_recipes, "earlier recipes", missing) or []
     lines = []
-    for step, recipe in _compared_or(first.past_recipes, "earlier recipes", missing) or []:
-        keys = [key for key in changes(before, recipe) if not matches(key, UNIMPORTANT)]
+    for step, recipe in past_recipes:
+        keys = [key for key in changes(first_recipe, recipe) if not matches(key, UNIMPORTANT)]
         if keys:
-            values = ", ".join(f"{key}={spelled(_at(recipe, key))}" for key in keys)
+            values = ", ".join(f"{key}={spelled(_value_of(recipe, key))}" for key in keys)
             lines.append(
                 f"not repeated: up to step {step} the first run had {values}; this run has the last"
                 " recipe from its first step, and losses can differ"
@@ -152,7 +176,7 @@ def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
     return lines
 
 
-def _at(recipe: Recipe, key: str) -> Any:
+def _value_of(recipe: Recipe, key: str) -> Any:
     """Returns the value of a key."""
     value: Any = recipe
     for name in key.split("."):
@@ -160,19 +184,23 @@ def _at(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def _data_digest(first: RunFolder) -> str:
+def _data_digest(first_run: RunFolder) -> str:
     """Returns the fingerprint of the first run's data. Raises ConfigError without a checkpoint."""
     from fp8cfg.checkpoint.load import STATE
 
-    root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
-    states = [name for _, name in list_steps(root) if root.folder(name).kind(STATE)] if root else []
-    if not root or not states:
+    checkpoints = []
+    if first_run.files.kind(CHECKPOINTS) == "folder":
+        root = first_run.files.folder(CHECKPOINTS)
+        checkpoints = [root.folder(name) for _, name in list_steps(root)]
+    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.kind(STATE)]
+    if not checkpoints:
         raise ConfigError("the first run has no checkpoint")
-    data = read_object(root.folder(states[0]), STATE).get("data")
-    found = data.get("corpus_sha256") if isinstance(data, dict) else None
-    if not isinstance(found, str):
-        raise ConfigError(f"{root.path / states[0] / STATE}: does not have data.corpus_sha256")
-    return found
+    checkpoint = checkpoints[0]
+    data = read_object(checkpoint, STATE).get("data")
+    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
+    if not isinstance(digest, str):
+        raise ConfigError(f"{checkpoint.path / STATE}: does not have data.corpus_sha256")
+    return digest
 
 
 Losses = dict[str, dict[int, float]]
@@ -187,50 +215,53 @@ def _losses(folder: RunFolder) -> Losses:
         rows: list[Any] = metrics_file.read_metrics(folder.files, METRICS)
     except FileNotFoundError:
         raise ConfigError(f"{folder.metrics}: is not there") from None
-    except (OSError, StrangeFile, ValueError) as e:
-        raise ConfigError(str(e)) from None
-    return {
-        name: {r["step"]: r[key] for r in rows if isinstance(r.get(key), float)}
-        for name, key in (("training loss", "loss"), ("validation loss", "val_loss"))
-    }
+    except (OSError, StrangeFile, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    losses: Losses = {"training loss": {}, "validation loss": {}}
+    for row in rows:
+        for name, key in (("training loss", "loss"), ("validation loss", "val_loss")):
+            if isinstance(row.get(key), float):
+                losses[name][row["step"]] = row[key]
+    return losses
 
 
-def compared(then: Losses, now: Losses) -> list[str]:
+def compare_losses(first: Losses, second: Losses) -> list[str]:
     """Compares the losses of two runs over their common steps.
 
     Args:
-        then: Losses of the first run.
-        now: Losses of this run.
+        first: Losses of the first run.
+        second: Losses of this run.
 
     Returns:
         Lines to print.
     """
-    ends = [max(losses["training loss"], default=0) for losses in (then, now)]
-    short = [
-        f"compared up to step {min(ends)}; the first run has {ends[0]} steps, this one {ends[1]}"
-    ]
-    return (short if ends[0] != ends[1] else []) + [
-        _compared(name, then[name], now[name]) for name in now
-    ]
+    first_end = max(first["training loss"], default=0)
+    second_end = max(second["training loss"], default=0)
+    lines = []
+    if first_end != second_end:
+        lines.append(
+            f"compared up to step {min(first_end, second_end)}; the first run has {first_end}"
+            f" steps, this one {second_end}"
+        )
+    for name in second:
+        lines.append(_compare_values(name, first[name], second[name]))
+    return lines
 
 
-def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
+def _compare_values(name: str, first: dict[int, float], second: dict[int, float]) -> str:
     """Compares one kind of loss, in one line."""
-    common = sorted(then.keys() & now.keys())
+    common = sorted(first.keys() & second.keys())
     if not common:
         return f"{name}: the two runs have none in common"
     last = common[-1]
     # hex() compares bits. With ==, NaN would differ from itself, and 0.0 would equal -0.0.
-    different = [step for step in common if then[step].hex() != now[step].hex()]
-    if not different:
-        equal = (
-            f"all {len(common)} values, the last {now[last]!r}"
-            if common[1:]
-            else f"its one value, {now[last]!r}"
+    different = [step for step in common if first[step].hex() != second[step].hex()]
+    if different:
+        difference = abs(second[last] - first[last])
+        return (
+            f"{name}: {second[last]:.7g}, was {first[last]:.7g} at step {last}:"
+            f" {difference:.3g} apart, from step {different[0]}"
         )
-        return f"{name}: equal bit for bit in {equal}"
-    apart = f"{abs(now[last] - then[last]):.3g} apart"
-    return (
-        f"{name}: {now[last]:.7g}, was {then[last]:.7g} at step {last}: {apart}, from step"
-        f" {different[0]}"
-    )
+    if len(common) == 1:
+        return f"{name}: equal bit for bit in its one value, {second[last]!r}"
+    return f"{name}: equal bit for bit in all {len(common)} values, the last {second[last]!r}"

@@ -39,17 +39,15 @@ def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
         data = json.loads(folder.read(name))
     except FileNotFoundError:
         raise ConfigError(f"{path}: is not there") from None
-    except StrangeFile as e:
-        raise ConfigError(str(e)) from None
-    except OSError as e:
-        what = (
-            f"larger than {MAX_BYTES // 1024} KB"
-            if e.errno == errno.EFBIG
-            else f"cannot be read ({e.strerror})"
-        )
-        raise ConfigError(f"{path}: {what}") from None
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: cannot be read ({e})") from None
+    except StrangeFile as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        if error.errno == errno.EFBIG:
+            problem = f"larger than {MAX_BYTES // 1024} KB"
+        raise ConfigError(f"{path}: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return data
@@ -65,29 +63,31 @@ def load_model(arguments: Arguments) -> RunModel:
         ConfigError: An option is wrong, or the hardware cannot run the precision.
         RunFolderError: Not a run folder.
     """
-    path, change, step = (
-        Path(arguments.plain[0]),
-        _on(arguments.one("--accelerator")),
-        integer_option(arguments, "--step", 0),
-    )
-    RunFolder.open(
-        arguments.plain[0], lock=False
-    ).close()  # raises an error for a wrong folder before torch is loaded
+    path = Path(arguments.plain[0])
+    change = _accelerator_change(arguments.one("--accelerator"))
+    step = integer_option(arguments, "--step", 0)
+    # Raises an error for a wrong folder before torch is loaded. Not `path`: an address such as
+    # hf://o/n would lose a slash in the message.
+    RunFolder.open(arguments.plain[0], lock=False).close()
     from fp8cfg.training import trained_model
 
-    with _cured_by_options():
+    with _errors_with_options():
         return trained_model.load(path, _say, change, step)
 
 
-def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
+def _accelerator_change(accelerator: str | None) -> Callable[[Recipe], None] | None:
     """Returns a function that sets trainer.accelerator, None without the option."""
     if accelerator is None:
         return None
-    if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
-        raise ConfigError(
-            f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}"
-        )
-    return lambda recipe: setattr(recipe.trainer, "accelerator", accelerator)
+    accelerators = get_args(Trainer.model_fields["accelerator"].annotation)
+    if accelerator not in accelerators:
+        names = f"{', '.join(accelerators[:-1])} or {accelerators[-1]}"
+        raise ConfigError(f"--accelerator {accelerator[:40]}: write {names}")
+
+    def change(recipe: Recipe) -> None:
+        recipe.trainer.accelerator = accelerator  # type: ignore[assignment]
+
+    return change
 
 
 def models_in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
@@ -108,25 +108,22 @@ def models_in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str
     for name in names.split(","):
         precision_preset(name)
     for name in names.split(","):
-        with _cured_by_options():
+        with _errors_with_options():
             model = trained_model.in_precision(run, name, _say)
         yield name, model
 
 
 @contextmanager
-def _cured_by_options() -> Iterator[None]:
+def _errors_with_options() -> Iterator[None]:
     """Context manager that replaces keys by options in errors about hardware."""
     try:
         yield
-    except ConfigError as e:
-        raise ConfigError(
-            [
-                problem.replace(EMULATE, "write --accelerator cpu to emulate").replace(
-                    " precision=", " --precision "
-                )
-                for problem in e.problems
-            ]
-        ) from None
+    except ConfigError as error:
+        problems = []
+        for problem in error.problems:
+            problem = problem.replace(EMULATE, "write --accelerator cpu to emulate")
+            problems.append(problem.replace(" precision=", " --precision "))
+        raise ConfigError(problems) from None
 
 
 def title(run: RunModel) -> str:
@@ -135,8 +132,10 @@ def title(run: RunModel) -> str:
     Args:
         run: The model.
     """
-    p = run.recipe.precision
-    return f"{p.compute}, {scalings.title(p.fp8.scaling)}" if p.fp8.enabled else p.compute
+    precision = run.recipe.precision
+    if not precision.fp8.enabled:
+        return precision.compute
+    return f"{precision.compute}, {scalings.title(precision.fp8.scaling)}"
 
 
 def integer_option(

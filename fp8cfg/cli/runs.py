@@ -102,9 +102,10 @@ def run(argv: list[str]) -> int:
     if len(arguments.plain) > 1:
         raise ConfigError(f"runs: takes one folder, got {', '.join(arguments.plain)}")
     conditions = [*arguments.options.get("--where", []), *arguments.words]
-    folder = Path(arguments.plain[0] if arguments.plain else DEFAULT_FOLDER)
+    folder, hint = Path(DEFAULT_FOLDER), "; name the folder of your runs: fp8cfg runs FOLDER"
+    if arguments.plain:
+        folder, hint = Path(arguments.plain[0]), ""
     if not folder.is_dir():
-        hint = "" if arguments.plain else "; name the folder of your runs: fp8cfg runs FOLDER"
         raise ConfigError(f"{folder}: no such folder{hint}")
 
     column = arguments.one("--sort") or "age"
@@ -148,15 +149,20 @@ def print_table(runs: list[RunSummary]) -> None:
     rows = [[column.cell(run) for column in COLUMNS] for run in runs]
     widths = [max(len(row[index]) for row in [titles, *rows]) for index in range(len(COLUMNS))]
     # A pipe has no width, so scripts get all columns.
-    shown = _fitting(widths, console.width) if console.is_terminal else range(len(COLUMNS))
+    indices = list(range(len(COLUMNS)))
+    if console.is_terminal:
+        indices = _fitting_columns(widths, console.width)
 
     def print_row(cells: list[str], style: str, styled_title: str = "") -> None:
         """Prints a line. The style holds for the column `styled_title`, or for all columns."""
         line = Text()
-        for index in shown:
+        for index in indices:
             column, width = COLUMNS[index], widths[index]
-            cell = cells[index].rjust(width) if column.is_number else cells[index].ljust(width)
-            line.append(cell, style if styled_title in ("", column.title) else "")
+            cell = cells[index].ljust(width)
+            if column.is_number:
+                cell = cells[index].rjust(width)
+            is_styled = styled_title in ("", column.title)
+            line.append(cell, style if is_styled else "")
             line.append("  ")
         line.rstrip()
         console.print(line, soft_wrap=True)
@@ -167,32 +173,39 @@ def print_table(runs: list[RunSummary]) -> None:
 
     counts = Counter(run.state for run in runs)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    print(f"\n{len(runs)} run{'s' * (len(runs) != 1)}: {states}")
+    plural = "" if len(runs) == 1 else "s"
+    print(f"\n{len(runs)} run{plural}: {states}")
     # Messages of damaged folders explain what to fix. Others are only shown for a single run.
     for run in runs:
         if run.message and (run.state == "damaged" or len(runs) == 1):
             print(printable(run.message))
 
 
-def _fitting(widths: list[int], room: int) -> list[int]:
+def _fitting_columns(widths: list[int], room: int) -> list[int]:
     """Returns the indices of the columns for a terminal of `room` characters."""
     # A column without room is skipped, and a narrower one of lower priority may still fit. The most
-    # important column is always shown.
-    shown: list[int] = []
+    # important column always stays.
+    indices: list[int] = []
+    used = 0
     for index in sorted(range(len(widths)), key=lambda index: COLUMNS[index].rank):
-        if not shown or sum(widths[other] + 2 for other in shown) + widths[index] <= room:
-            shown.append(index)
-    return sorted(shown)
+        if not indices or used + widths[index] <= room:
+            indices.append(index)
+            used += widths[index] + 2  # two spaces between columns
+    return sorted(indices)
 
 
 def _text(value: float | None, form: str) -> str:
     """Formats a number, "" without one."""
-    return "" if value is None else format(value, form)
+    if value is None:
+        return ""
+    return format(value, form)
 
 
 def _steps(run: RunSummary) -> str:
     """Formats done and planned steps."""
-    return "" if run.steps is None else f"{run.steps}/{run.max_steps}"
+    if run.steps is None:
+        return ""
+    return f"{run.steps}/{run.max_steps}"
 
 
 def _age(seconds: float) -> str:

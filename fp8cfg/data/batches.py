@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8cfg.data.files import DataError
-from fp8cfg.data.samples import IGNORED, Drawn, Origin, Samples, positive
+from fp8cfg.data.samples import IGNORED, Origin, Samples, SampleSource, positive
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Batches:
         remark: The `data:` line of the run's header.
     """
 
-    samples: Drawn
+    samples: SampleSource
     seed: int
     global_batch_size: int
     tokenizer_sha256: str | None = None
@@ -75,7 +75,7 @@ class Batches:
                 f"no batch for step={step}, rank {rank} of {world}, micro-batch {micro} of"
                 f" {num_micro}"
             )
-        _divides(
+        _check_divisible(
             "global_batch_size",
             self.global_batch_size,
             pieces,
@@ -83,7 +83,8 @@ class Batches:
         )
         size = self.global_batch_size // pieces
         # Rank-major order: microbatches of one rank are neighbors. See the module's docstring.
-        return self.rows(step * self.global_batch_size + (rank * num_micro + micro) * size, size)
+        piece = rank * num_micro + micro
+        return self.rows(step * self.global_batch_size + piece * size, size)
 
     def rows(self, cursor: int, count: int) -> tuple[torch.Tensor, ...]:
         """Returns consecutive samples of the run.
@@ -97,9 +98,8 @@ class Batches:
         """
         if cursor < 0 or count < 1:
             raise DataError(f"no {count} samples from cursor={cursor}")
-        return _tensors(
-            self.samples, self.samples.drawn(np.arange(cursor, cursor + count), self.seed)
-        )
+        places = self.samples.draw(np.arange(cursor, cursor + count), self.seed)
+        return _tensors(self.samples, places)
 
     def origins(self, step: int) -> list[Origin]:
         """Returns the origin of each sample of a step, to find bad documents.
@@ -111,7 +111,7 @@ class Batches:
             One dictionary per sample. "sample" is its number since the start of the run.
         """
         numbers = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
-        origins = self.samples.origins(self.samples.drawn(numbers, self.seed))
+        origins = self.samples.origins(self.samples.draw(numbers, self.seed))
         return [
             {"sample": number, **origin}
             for number, origin in zip(numbers.tolist(), origins, strict=True)
@@ -121,7 +121,7 @@ class Batches:
         """Returns the number of targets with a loss in the global batch of a step."""
         # Every rank reads the whole batch, so no collective is needed.
         first = step * self.global_batch_size
-        places = self.samples.drawn(np.arange(first, first + self.global_batch_size), self.seed)
+        places = self.samples.draw(np.arange(first, first + self.global_batch_size), self.seed)
         return int((self.samples.read(places)[1] != IGNORED).sum())
 
     def state(self, step: int) -> dict[str, Any]:
@@ -147,23 +147,24 @@ class Batches:
             DataError: The state is of other data, or the global batch size does not divide the
                 number of samples seen.
         """
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
+        for key, value in self._identity().items():
+            if state.get(key) != value:
                 raise DataError(
-                    f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r};"
+                    f"cannot resume: {key} is {value!r}, the checkpoint has {state.get(key)!r};"
                     " restore it"
                 )
-        seen = state.get("samples_seen")
-        if type(seen) is not int or seen < 0:
+        num_samples = state.get("samples_seen")
+        if type(num_samples) is not int or num_samples < 0:
             raise DataError(
-                f"cannot resume: samples_seen={seen!r} in the checkpoint is no count of samples"
+                f"cannot resume: samples_seen={num_samples!r} in the checkpoint is not a count of"
+                " samples"
             )
         # The state counts samples and not steps, so a resumed run may have another batch size.
-        step, inside = divmod(seen, self.global_batch_size)
-        if inside:
+        step, remainder = divmod(num_samples, self.global_batch_size)
+        if remainder:
             raise DataError(
                 f"cannot resume: global_batch_size={self.global_batch_size} does not divide the"
-                f" {seen} samples seen; use the one of the checkpoint or a divisor of it"
+                f" {num_samples} samples seen; use the one of the checkpoint or a divisor of it"
             )
         return step
 
@@ -192,7 +193,7 @@ def eval_batches(
     positive(batch_size=batch_size, limit=limit)
     if not 0 <= rank < world:
         raise DataError(f"no batches for rank {rank} of {world}")
-    _divides("batch_size", batch_size, world, f"{world} ranks")
+    _check_divisible("batch_size", batch_size, world, f"{world} ranks")
     available = len(samples)
     if available < batch_size:
         fitting = available // world * world
@@ -206,20 +207,20 @@ def eval_batches(
     places = samples.spread(total)
     # [batch, rank, sample]. A batch has the same samples for any `world`.
     places = places.reshape(-1, world, batch_size // world, *places.shape[1:])
-    return (_tensors(samples, mine) for mine in places[:, rank])
+    return (_tensors(samples, batch) for batch in places[:, rank])
 
 
-def _tensors(samples: Drawn, places: np.ndarray) -> tuple[torch.Tensor, ...]:
+def _tensors(samples: SampleSource, places: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Reads samples and returns them as CPU tensors."""
     import torch  # inside: reading and preparing data works without torch
 
     return tuple(torch.from_numpy(part).contiguous() for part in samples.read(places))
 
 
-def _divides(name: str, value: int, by: int, what: str) -> None:
-    """Raises DataError unless `value` is a multiple of `by`."""
-    if value % by:
+def _check_divisible(name: str, value: int, divisor: int, reason: str) -> None:
+    """Raises DataError unless `value` is a multiple of `divisor`."""
+    if value % divisor:
+        nearest = max(divisor, value // divisor * divisor)
         raise DataError(
-            f"{name}={value} is not divisible by {by} ({what}): use {max(by, value // by * by)}"
-            " instead"
+            f"{name}={value} is not divisible by {divisor} ({reason}): use {nearest} instead"
         )

@@ -73,17 +73,18 @@ def render(
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = ""
+            prefix = ""
             if i:
-                before = _rendered(template, messages[:i], variables, prompt=True, tools=tools)
-            after = _rendered(template, messages[: i + 1], variables, tools=tools)
-            if not (after.startswith(before) and text.startswith(after)):
+                prefix = _rendered(template, messages[:i], variables, prompt=True, tools=tools)
+            prefix_with_answer = _rendered(template, messages[: i + 1], variables, tools=tools)
+            is_prefix = text.startswith(prefix_with_answer)
+            if not is_prefix or not prefix_with_answer.startswith(prefix):
                 raise DataError(
-                    "its chat template writes earlier messages otherwise once later ones follow, so"
-                    " the assistant's words cannot be told apart; put {% generation %} ... {%"
+                    "its chat template changes earlier messages if later ones follow, so the"
+                    " assistant's answers cannot be located; put {% generation %} ... {%"
                     " endgeneration %} around them"
                 )
-            spans.append((len(before), len(after)))
+            spans.append((len(prefix), len(prefix_with_answer)))
     return text, spans
 
 
@@ -135,15 +136,17 @@ def _rendered(
 
 def _marked(text: str) -> tuple[str, Spans]:
     """Removes the marks and returns the spans between them, in characters of the new text."""
-    spans, at, begin = [], 0, 0
+    spans = []
+    position = 0
+    start = 0
     pieces = re.split(f"({BEGIN}|{END})", text)
     for piece in pieces:
         if piece == BEGIN:
-            begin = at
+            start = position
         elif piece == END:
-            spans.append((begin, at))
+            spans.append((start, position))
         else:
-            at += len(piece)
+            position += len(piece)
     return "".join(piece for piece in pieces if piece not in (BEGIN, END)), spans
 
 
@@ -236,8 +239,8 @@ def _namespace() -> Any:
 
         # Without a parameter `self`, so that a template can have an attribute of this name.
         def __init__(*args: Any, **values: Any) -> None:
-            self, *given = args
-            attributes = dict(*given, **values)
+            self, *mappings = args
+            attributes = dict(*mappings, **values)
             for name in attributes:
                 PlainNamespace.plain(name)
             Namespace.__init__(self, attributes)
@@ -330,11 +333,15 @@ def _encode_messages(
     place: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer
 ) -> Encoded:
     """Tokenizes messages. Answers with "weight": 0 are masked."""
-    weights = [_weight(f"{place}, message {i}", m) for i, m in enumerate(messages)]
-    weights = [w for w, m in zip(weights, messages, strict=True) if m["role"] == "assistant"]
+    weights = []
+    for number, message in enumerate(messages):
+        weight = _weight(f"{place}, message {number}", message)
+        if message["role"] == "assistant":
+            weights.append(weight)
     template = tokenizer.chat_template
     rendered = [key for key in RENDERED if any(message.get(key) for message in messages)]
-    rendered += ["tools"] if tools else []
+    if tools:
+        rendered.append("tools")
     if template is None:
         if rendered:
             raise DataError(
@@ -344,16 +351,11 @@ def _encode_messages(
         return _plain(messages, tokenizer, weights)
     try:
         text, spans = render(template, messages, tokenizer.variables, tools)
-        # Format again without each key: equal text means that the template ignores the key.
         for key in rendered:
-            without = [{k: v for k, v in m.items() if k != key} for m in messages]
-            others = None if key == "tools" else tools
-            if _rendered(template, without, tokenizer.variables, tools=others) == _rendered(
-                template, messages, tokenizer.variables, tools=tools
-            ):
+            if _ignores_key(template, messages, tokenizer.variables, tools, key):
                 raise DataError(f"its chat template does not write {key!r}; drop the key")
-    except DataError as e:
-        raise DataError(f"{place}: {e}") from None
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
     if 0 in weights and len(spans) != len(weights):
         raise DataError(
             f"{place}: 'weight' is 0 in an answer, and its chat template does not tell the answers"
@@ -362,6 +364,22 @@ def _encode_messages(
     if 0 in weights:
         spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
     return _learned(text, spans, tokenizer)
+
+
+def _ignores_key(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, str],
+    tools: Any,
+    key: str,
+) -> bool:
+    """Returns whether the formatted text is equal without a key of the messages."""
+    reduced = []
+    for message in messages:
+        reduced.append({name: value for name, value in message.items() if name != key})
+    reduced_tools = None if key == "tools" else tools
+    full_text = _rendered(template, messages, variables, tools=tools)
+    return _rendered(template, reduced, variables, tools=reduced_tools) == full_text
 
 
 def _weight(place: str, message: dict[str, Any]) -> int:
@@ -395,10 +413,10 @@ def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -
 
 def _learned(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> Encoded:
     """Tokenizes text. The mask has the tokens that overlap with `spans`."""
-    ids, at = tokenizer.encode_spans(text)
+    ids, token_spans = tokenizer.encode_spans(text)
     learned = np.zeros(len(ids), dtype=bool)
     for start, stop in spans:
-        learned |= (at[:, 0] < stop) & (at[:, 1] > start)
+        learned |= (token_spans[:, 0] < stop) & (token_spans[:, 1] > start)
     return ids, learned
 
 
@@ -409,10 +427,13 @@ def _plain(
     tokens, learned = list[np.ndarray](), list[np.ndarray]()
     remaining = iter(weights)
     for number, message in enumerate(messages):
-        head = f"{chr(10) if number else ''}<|{message['role']}|>\n"
-        is_learned = message["role"] == "assistant" and next(remaining, 1) == 1
+        head = f"<|{message['role']}|>\n"
+        if number > 0:
+            head = f"\n{head}"
         text = head + message["content"]
-        ids, mask = _learned(text, [(len(head), len(text))] if is_learned else [], tokenizer)
+        is_learned = message["role"] == "assistant" and next(remaining, 1) == 1
+        spans = [(len(head), len(text))] if is_learned else []
+        ids, mask = _learned(text, spans, tokenizer)
         tokens.append(np.append(ids, tokenizer.eos))
         learned.append(np.append(mask, is_learned))
     return np.concatenate(tokens), np.concatenate(learned)
@@ -426,19 +447,21 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
         )
     messages = list(messages)
     for number, message in enumerate(messages):
-        at = f"{place}, message {number}"
+        message_place = f"{place}, message {number}"
         if not isinstance(message, dict):
             raise DataError(
-                f"{at}: is {type(message).__name__}; a message has a role and a content"
+                f"{message_place}: is {type(message).__name__}; a message has a role and a content"
             )
-        role = text_of(at, message, "role")
+        role = text_of(message_place, message, "role")
         # OpenAI's format has null content in a message with tool calls only.
         if message.get("content") is None and message.get("tool_calls"):
             message = messages[number] = {**message, "content": ""}
-        content = text_of(at, message, "content")
+        content = text_of(message_place, message, "content")
         messages[number] = {**message, "role": ROLES.get(role.lower(), role.lower())}
         if BEGIN in content or END in content:
-            raise DataError(f"{at}: has a noncharacter, U+FDD0 or U+FDD1, which text has not")
+            raise DataError(
+                f"{message_place}: has a noncharacter, U+FDD0 or U+FDD1; remove it from the text"
+            )
     return [dict(message) for message in messages]
 
 
@@ -466,7 +489,7 @@ class Conversations:
 
     @property
     def masked(self) -> bool:
-        """See Drawn."""
+        """See SampleSource."""
         return True
 
     @cached_property
@@ -485,11 +508,11 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """See Drawn. A place is the number of a conversation."""
+    def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See SampleSource. A place is the number of a conversation."""
         places = np.empty(len(cursor), dtype=np.int64)
-        for epoch, here, index in epochs(cursor, len(self)):
-            places[here] = permute(index, len(self), seed, epoch)
+        for epoch, in_epoch, index in epochs(cursor, len(self)):
+            places[in_epoch] = permute(index, len(self), seed, epoch)
         return places
 
     def spread(self, count: int) -> np.ndarray:
@@ -502,14 +525,16 @@ class Conversations:
         targets = np.full_like(tokens, IGNORED)
         for row, place in enumerate(places.tolist()):
             # Minus starts[0]: the validation part keeps its positions in the whole data.
-            start, stop = (int(at - self.starts[0]) for at in self.starts[place : place + 2])
-            ids, length = self.tokens[start:stop], stop - start - 1
+            start = int(self.starts[place] - self.starts[0])
+            stop = int(self.starts[place + 1] - self.starts[0])
+            ids = self.tokens[start:stop]
+            length = len(ids) - 1
             tokens[row, :length] = ids[:-1]
             targets[row, :length] = np.where(self.learned[start + 1 : stop], ids[1:], IGNORED)
         return tokens, targets
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """See Drawn. The document is the number of a row in the files."""
+        """See SampleSource. The document is the number of a row in the files."""
         return [{"document": int(self.rows[place]), "offset": 0} for place in places.tolist()]
 
     def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:
@@ -535,11 +560,11 @@ class Conversations:
     def _part(self, first: int, last: int) -> Conversations:
         """Returns the conversations `first` to `last`."""
         starts = self.starts[first : last + 1]
-        inside = slice(int(starts[0]), int(starts[-1]))
+        part = slice(int(starts[0]), int(starts[-1]))
         return replace(
             self,
-            tokens=self.tokens[inside],
-            learned=self.learned[inside],
+            tokens=self.tokens[part],
+            learned=self.learned[part],
             starts=starts,
             rows=self.rows[first:last],
         )
@@ -572,18 +597,18 @@ def load_conversations(
             f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
         )
     # A saved dataset has an unknown size (0), so it is not limited here.
-    kept, numbers, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
-    if not kept:
+    encoded, numbers, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
+    if not encoded:
         raise DataError(f"{path}: no conversation to learn from; {left_out or 'no rows'}")
-    parts = [f"{len(kept)} conversations of {path}"]
+    parts = [f"{len(encoded)} conversations of {path}"]
     if cut:
         parts.append(f"{cut} longer than seq_length={seq_length} were cut")
     if left_out:
         parts.append(str(left_out))
-    lengths = np.array([len(ids) for ids, _ in kept], dtype=np.int64)
+    lengths = np.array([len(ids) for ids, _ in encoded], dtype=np.int64)
     return Conversations(
-        np.concatenate([ids for ids, _ in kept]).astype(np.int32),
-        np.concatenate([learned for _, learned in kept]),
+        np.concatenate([ids for ids, _ in encoded]).astype(np.int32),
+        np.concatenate([learned for _, learned in encoded]),
         np.append(0, np.cumsum(lengths)),
         seq_length,
         tokenizer.pad,
@@ -629,7 +654,7 @@ def _encode_rows(
         Conversations of at most seq_length + 1 tokens, their row numbers, the number of cut ones,
         and the skipped rows.
     """
-    kept = list[Encoded]()
+    encoded = list[Encoded]()
     numbers = list[int]()
     cut = 0
     left_out = LeftOut()
@@ -638,13 +663,13 @@ def _encode_rows(
         cut += len(ids) > seq_length + 1
         # The first token is never a target, because no token comes before it.
         if learned[1 : seq_length + 1].any():
-            kept.append((ids[: seq_length + 1], learned[: seq_length + 1]))
+            encoded.append((ids[: seq_length + 1], learned[: seq_length + 1]))
             numbers.append(number)
         elif learned[1:].any():
             left_out.add(f"whose answers begin after model.seq_length={seq_length}", place)
         else:
             _add_without_answer(left_out, place, row)
-    return kept, numbers, cut, left_out
+    return encoded, numbers, cut, left_out
 
 
 def _add_without_answer(left_out: LeftOut, place: str, row: Mapping[str, Any]) -> None:

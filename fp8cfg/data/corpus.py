@@ -45,9 +45,11 @@ _BLOCK = 32_768  # tokens
 _BLOCKS = 1_024
 _AT_ONCE = 1_000  # documents per call of the tokenizer, which uses all cores
 _BYTES_AT_ONCE = 1 << 22
-_LEAST, _BELOW = 2, 0.5
-"""Minimum of model.seq_length, and upper bound of data.validation_fraction (exclusive)."""
-_LARGE = 0.4
+_MIN_SEQ_LENGTH = 2
+"""Minimum of model.seq_length."""
+_MAX_FRACTION = 0.5
+"""Upper bound of data.validation_fraction (exclusive)."""
+_LARGE_FRACTION = 0.4
 """Value of data.validation_fraction that errors suggest for a short text."""
 
 
@@ -74,7 +76,7 @@ class Corpus:
     eos: int | None = None
 
 
-def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def encode_documents(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yields the token ids of each document with its end token.
 
     Args:
@@ -85,34 +87,40 @@ def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.nda
         Token ids [n] of one document, uint16 or int32 depending on the vocabulary.
     """
     dtype = token_dtype(tokenizer.size)
-    for some in _grouped(documents):
-        for ids in tokenizer.encode(some):
+    for group in _group_documents(documents):
+        for ids in tokenizer.encode(group):
             tokens = np.empty(len(ids) + 1, dtype=dtype)
-            tokens[:-1], tokens[-1] = ids, tokenizer.eos
+            tokens[:-1] = ids
+            tokens[-1] = tokenizer.eos
             yield tokens
 
 
-def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+def _group_documents(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Yields groups of documents that are large enough to use all cores in the tokenizer.
 
     If a document cannot be read, the documents before it are yielded before the DataError.
     """
-    some, size, left, wrong = list[bytes](), 0, iter(documents), None
-    while wrong is None:
+    group: list[bytes] = []
+    size = 0
+    iterator = iter(documents)
+    error = None
+    while error is None:
         try:
-            document = next(left, None)
-        except DataError as e:
-            document, wrong = None, e
-        if document is not None:
-            some.append(document)
-            size += len(document)
-        if some and (document is None or len(some) == _AT_ONCE or size >= _BYTES_AT_ONCE):
-            yield some
-            some, size = [], 0
-        if document is None:
+            document = next(iterator)
+        except StopIteration:
             break
-    if wrong is not None:
-        raise wrong
+        except DataError as read_error:
+            error = read_error
+            break
+        group.append(document)
+        size += len(document)
+        if len(group) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+    if error is not None:
+        raise error
 
 
 def from_documents(
@@ -129,7 +137,7 @@ def from_documents(
     Raises:
         DataError: All documents are empty, or one cannot be read.
     """
-    pieces = list(encoded(documents, tokenizer))
+    pieces = list(encode_documents(documents, tokenizer))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     # An empty document still has its end token.
     if lengths.sum() == len(pieces):
@@ -187,66 +195,62 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
         DataError: A part has less than one window of seq_length + 1 tokens. The message suggests a
             value.
     """
-    length, window = len(corpus.tokens), seq_length + 1
+    length = len(corpus.tokens)
+    window = seq_length + 1
     if not 0 < validation_fraction < 1:
         raise DataError(
             f"validation_fraction={validation_fraction} must lie between 0 and 1, for example 0.05"
         )
+    held_out = round(length * validation_fraction)
     # Rounded up to six digits, so that the suggested value has at least one window.
-    held_out, least = round(length * validation_fraction), math.ceil(window / length * 1e6) / 1e6
-    if length < 2 * window or (held_out < window and least >= _BELOW):
+    min_fraction = math.ceil(window / length * 1e6) / 1e6
+    if length < 2 * window or (held_out < window and min_fraction >= _MAX_FRACTION):
         raise DataError(
             f"corpus {corpus.name!r} has {length} tokens, too few to train and validate on windows"
-            f" of {window}: use more text{_shorter(length, validation_fraction)}"
+            f" of {window}: use more text{_suggest_seq_length(length, validation_fraction)}"
         )
     if held_out < window:
         raise DataError(
-            _short("validation", held_out, window, f"data.validation_fraction={least:g} or more")
+            f"the validation part has {held_out} tokens, less than one window of seq_length + 1 ="
+            f" {window}: use data.validation_fraction={min_fraction:g} or more"
         )
     if length - held_out < window:
-        most = math.floor((length - window) / length * 1e6) / 1e6
+        max_fraction = math.floor((length - window) / length * 1e6) / 1e6
         raise DataError(
-            _short(
-                "training", length - held_out, window, f"data.validation_fraction={most:g} or less"
-            )
+            f"the training part has {length - held_out} tokens, less than one window of"
+            f" seq_length + 1 = {window}: use data.validation_fraction={max_fraction:g} or less"
         )
-    cut = _border(corpus.documents, length, held_out, window)
+    cut = _find_cut(corpus.documents, length, held_out, window)
     return _part(corpus, "training", 0, cut), _part(corpus, "validation", cut, length)
 
 
-def _border(documents: np.ndarray | None, length: int, held_out: int, window: int) -> int:
+def _find_cut(documents: np.ndarray | None, length: int, held_out: int, window: int) -> int:
     """Returns where to cut: at the start of a document, or exactly `held_out` from the end."""
     cut = length - held_out
     if documents is None or len(documents) == 0:
         return cut
-    at = int(np.searchsorted(documents, cut))
-    near = [int(start) for start in documents[max(0, at - 1) : at + 1]]
-    fits = [
-        start
-        for start in near
-        if held_out / 2 <= length - start <= held_out * 2 and window <= start <= length - window
-    ]
-    return min(fits, key=lambda start: abs(start - cut), default=cut)
+    # The last document before the cut and the first one after it.
+    index = int(np.searchsorted(documents, cut))
+    candidates = []
+    for start in documents[max(0, index - 1) : index + 1].tolist():
+        has_about_its_size = held_out / 2 <= length - start <= held_out * 2
+        if has_about_its_size and window <= start <= length - window:
+            candidates.append(start)
+    return min(candidates, key=lambda start: abs(start - cut), default=cut)
 
 
-def _shorter(length: int, validation_fraction: float) -> str:
+def _suggest_seq_length(length: int, validation_fraction: float) -> str:
     """Returns advice on a model.seq_length for which `length` tokens suffice. "" if none does."""
     held_out = round(length * validation_fraction)
-    if (most := min(held_out, length - held_out) - 1) >= _LEAST:
-        return f" or model.seq_length={most} or less"
-    most = round(length * _LARGE) - 1
+    max_seq_length = min(held_out, length - held_out) - 1
+    if max_seq_length >= _MIN_SEQ_LENGTH:
+        return f" or model.seq_length={max_seq_length} or less"
+    max_seq_length = round(length * _LARGE_FRACTION) - 1
+    if max_seq_length < _MIN_SEQ_LENGTH:
+        return ""
     return (
-        f", or model.seq_length={most} or less with data.validation_fraction={_LARGE}"
-        if most >= _LEAST
-        else ""
-    )
-
-
-def _short(part: str, length: int, window: int, cure: str) -> str:
-    """Formats the error of a part without a whole window."""
-    return (
-        f"the {part} part has {length} tokens, less than one window of seq_length + 1 = {window}:"
-        f" use {cure}"
+        f", or model.seq_length={max_seq_length} or less with"
+        f" data.validation_fraction={_LARGE_FRACTION}"
     )
 
 
@@ -305,10 +309,14 @@ def documents(
     if name == "text" and path is not None:
         return text_documents(path)
     if name in WITH_PATH:
+        readable = ["text", *TABLES]
         raise DataError(
-            f"data source {name!r} has no documents of text; text, jsonl, parquet and dataset have"
+            f"data source {name!r} has no documents of text; use {', '.join(readable[:-1])} or"
+            f" {readable[-1]}"
         )
-    return stdlib_documents() if name == "stdlib" else tiny_documents()
+    if name == "stdlib":
+        return stdlib_documents()
+    return tiny_documents()
 
 
 def source_files(name: str, path: str) -> list[Path]:
@@ -323,7 +331,9 @@ def source_files(name: str, path: str) -> list[Path]:
     """
     if name == "text":
         return text_files(Path(path))[0]
-    return table_files(name, path)[0] if name in SUFFIXES else []
+    if name in SUFFIXES:
+        return table_files(name, path)[0]
+    return []
 
 
 def require_source(name: str, path: str) -> None:
@@ -366,25 +376,26 @@ def load_corpus(
     """
     if name == "tokens" and path is not None:
         return _token_corpus(path, vocab_size, tokenizer)
-    found = documents(name, path, text_key)
+    source = documents(name, path, text_key)
     if vocab_size is not None:
         refuse_vocabulary(tokenizer, vocab_size)
-    refuse_too_much(found, path)
-    counted = _Counted(found.texts)
-    corpus = from_documents(found.name, counted, found.what, tokenizer)
-    description = f"{found.what}, {counted.documents} documents{found.remark}"
+    refuse_too_much(source, path)
+    texts = _CountedTexts(source.texts)
+    corpus = from_documents(source.name, texts, source.what, tokenizer)
+    description = f"{source.what}, {texts.num_documents} documents{source.remark}"
     return replace(corpus, description=description, vocab_size=vocab_size or corpus.vocab_size)
 
 
-class _Counted:
+class _CountedTexts:
     """Iterator over texts that counts documents."""
 
     def __init__(self, texts: Iterator[bytes]) -> None:
-        self.texts, self.documents = texts, 0
+        self.texts = texts
+        self.num_documents = 0
 
     def __iter__(self) -> Iterator[bytes]:
         for text in self.texts:
-            self.documents += 1
+            self.num_documents += 1
             yield text
 
 
@@ -452,18 +463,18 @@ def prepare(
         DataError: The files exist already, or the source cannot be read.
         OSError: The files cannot be written.
     """
-    made = Prepared(prefix_of(out))
-    if os.path.lexists(f"{made.path}.idx"):
-        raise DataError(f"{made.path}.idx: exists already; name another, or remove it")
-    found = documents(name, path, text_key)
-    made.path.parent.mkdir(parents=True, exist_ok=True)
-    write_indexed(made.path, _counted(encoded(found.texts, tokenizer), made), tokenizer.size)
-    return made
+    result = Prepared(prefix_of(out))
+    if os.path.lexists(f"{result.path}.idx"):
+        raise DataError(f"{result.path}.idx: exists already; name another, or remove it")
+    source = documents(name, path, text_key)
+    result.path.parent.mkdir(parents=True, exist_ok=True)
 
+    def count_documents() -> Iterator[np.ndarray]:
+        """Yields the documents and counts them in `result`."""
+        for tokens in encode_documents(source.texts, tokenizer):
+            result.tokens += len(tokens)
+            result.documents += 1
+            yield tokens
 
-def _counted(documents: Iterator[np.ndarray], made: Prepared) -> Iterator[np.ndarray]:
-    """Counts tokens and documents in `made` as they pass."""
-    for tokens in documents:
-        made.tokens += len(tokens)
-        made.documents += 1
-        yield tokens
+    write_indexed(result.path, count_documents(), tokenizer.size)
+    return result

@@ -42,11 +42,13 @@ def _nearest(path: Path, candidates: list[str] | None) -> str:
             folder = folder.parent
         return f"the nearest folder that exists is {folder}"
     if candidates is None:
-        candidates = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
-    close = difflib.get_close_matches(path.name, candidates, n=1)
-    return (
-        f"did you mean {folder / close[0]}?" if close else f"nothing in {folder} has a similar name"
-    )
+        candidates = []
+        if os.access(folder, os.R_OK):
+            candidates = sorted(os.listdir(folder))
+    similar = difflib.get_close_matches(path.name, candidates, n=1)
+    if not similar:
+        return f"nothing in {folder} has a similar name"
+    return f"did you mean {folder / similar[0]}?"
 
 
 def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[list[Path], int]:
@@ -65,15 +67,16 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
     """
     if is_pattern(root):
         return _named(root, suffixes, kind), 0
-    is_folder = stat.S_ISDIR(require(root).st_mode)
-    paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
+    paths, links = [root], 0
+    if stat.S_ISDIR(require(root).st_mode):
+        paths, links = files_under(root, suffixes, set())
     if not paths:
-        skipped = (
-            f"; {links} links are not followed, a pattern such as {root / '*'}{suffixes[0]} finds"
-            " them"
-            if links
-            else ""
-        )
+        skipped = ""
+        if links:
+            skipped = (
+                f"; {links} links are not followed, a pattern such as"
+                f" {root / '*'}{suffixes[0]} finds them"
+            )
         raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
     for path in paths:
         if not path.is_file():  # reading a pipe or a device could wait forever
@@ -89,14 +92,14 @@ def is_pattern(path: Path) -> bool:
 def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
     """Returns the files of a pattern, in the order of `files_under`."""
     # Links are followed here: the user asked for these names.
-    above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
-    names = glob.glob(str(pattern), recursive=True)
-    found = [
-        Path(name) for name in names if name.lower().endswith(suffixes) and os.path.isfile(name)
-    ]
-    if not found:
+    root = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
+    paths = []
+    for name in glob.glob(str(pattern), recursive=True):
+        if name.lower().endswith(suffixes) and os.path.isfile(name):
+            paths.append(Path(name))
+    if not paths:
         raise DataError(f"{pattern}: no {kind} has such a name ({' '.join(suffixes)})")
-    return _ordered(found, above)
+    return _ordered(paths, root)
 
 
 def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[list[Path], int]:
@@ -113,7 +116,7 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[
     Returns:
         The files, and the number of links.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     links = 0
     for folder, folders, names in os.walk(root, onerror=_raise):
         links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
@@ -126,8 +129,8 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[
             mode = path.lstat().st_mode
             links += stat.S_ISLNK(mode)
             if stat.S_ISREG(mode):
-                found.append(path)
-    return _ordered(found, root), links
+                paths.append(path)
+    return _ordered(paths, root), links
 
 
 def _ordered(paths: list[Path], root: Path) -> list[Path]:

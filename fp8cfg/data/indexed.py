@@ -82,7 +82,7 @@ def read_indexed(path: str | os.PathLike[str]) -> Indexed:
     """
     prefix = required_prefix(path)
     file = f"{prefix}.idx"
-    table, raw = (TokenFile.opened(Path(f"{prefix}{ending}")) for ending in (".idx", ".bin"))
+    table, raw = (TokenFile.open(Path(f"{prefix}{ending}")) for ending in (".idx", ".bin"))
     dtype, sequences, entries = _header(table)
     idx = np.asarray(table)  # the whole index: the header matches the size of the file
     lengths, pointers, documents = _tables(idx, sequences, entries)
@@ -146,8 +146,10 @@ def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
     if version != VERSION:
         raise DataError(f"{path}: index version {version}; only version {VERSION} is known")
     if code not in DTYPES:
-        why = "means floating point, and tokens are integers" if code in _FLOATS else "is unknown"
-        raise DataError(f"{path}: dtype code {code} {why}; known are {sorted(DTYPES)}")
+        problem = "is unknown"
+        if code in _FLOATS:
+            problem = "means floating point, and tokens are integers"
+        raise DataError(f"{path}: dtype code {code} {problem}; known are {sorted(DTYPES)}")
     # Python's integers do not overflow, so a wrong count cannot match the size of the file.
     size = HEADER.size + 12 * sequences + 8 * entries
     if len(idx) not in (size, size + sequences):
@@ -164,10 +166,10 @@ def _tables(
     idx: np.ndarray, sequences: int, entries: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns lengths, byte pointers and document indices."""
-    at = HEADER.size
-    lengths = np.frombuffer(idx, dtype="<i4", count=sequences, offset=at)
-    pointers = np.frombuffer(idx, dtype="<i8", count=sequences, offset=at + 4 * sequences)
-    documents = np.frombuffer(idx, dtype="<i8", count=entries, offset=at + 12 * sequences)
+    start = HEADER.size
+    lengths = np.frombuffer(idx, dtype="<i4", count=sequences, offset=start)
+    pointers = np.frombuffer(idx, dtype="<i8", count=sequences, offset=start + 4 * sequences)
+    documents = np.frombuffer(idx, dtype="<i8", count=entries, offset=start + 12 * sequences)
     return lengths, pointers, documents
 
 
@@ -183,10 +185,10 @@ def _check_sequences(
         f"sequence {{}} does not begin at a multiple of {itemsize} bytes",
     )
     # pointers + lengths could overflow int64, since both come from the file. This form cannot.
-    beyond = pointers > size - lengths.astype(np.int64) * itemsize
+    is_beyond_end = pointers > size - lengths.astype(np.int64) * itemsize
     _refuse(
         file,
-        beyond,
+        is_beyond_end,
         f"sequence {{}} ends beyond the .bin of {size} bytes; the two files are no pair",
     )
 
@@ -201,10 +203,10 @@ def _check_documents(file: str, documents: np.ndarray, sequences: int) -> None:
     _refuse(file, documents[1:] < documents[:-1], "document {} ends before it begins")
 
 
-def _refuse(file: str, bad: np.ndarray, what: str) -> None:
-    """Raises DataError with the first index at which `bad` is true."""
-    if bad.any():
-        raise DataError(f"{file}: {what.format(int(bad.argmax()))}")
+def _refuse(file: str, is_bad: np.ndarray, problem: str) -> None:
+    """Raises DataError with the first index at which `is_bad` is true."""
+    if is_bad.any():
+        raise DataError(f"{file}: {problem.format(int(is_bad.argmax()))}")
 
 
 _LONGEST = 2**31 - 1  # a length is an int32

@@ -23,7 +23,7 @@ from fp8cfg.data.token_file import Tokens
 
 # Four rounds suffice for a large domain. Short corpora have small domains, which need more.
 _ROUNDS = 8
-_MOST = 1 << 62
+_MAX_SAMPLES = 1 << 62
 
 
 def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
         The permuted indices, int64 of the same shape.
     """
     values = np.asarray(index, dtype=np.int64)
-    if not 0 < n <= _MOST:
+    if not 0 < n <= _MAX_SAMPLES:
         raise DataError(f"n={n}: can order between 1 and 2**62 samples")
     if values.size and (values.min() < 0 or values.max() >= n):
         raise DataError(
@@ -53,8 +53,10 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     out = _feistel(values.reshape(-1).astype(np.uint64), keys, half)
     # Cycle walking. The domain of the network is a power of four, at most 4n. So a value gets below
     # n after at most four passes on average. It always ends: the cycle leads back to the start.
-    while (outside := out >= np.uint64(n)).any():
-        out[outside] = _feistel(out[outside], keys, half)
+    is_outside = out >= np.uint64(n)
+    while is_outside.any():
+        out[is_outside] = _feistel(out[is_outside], keys, half)
+        is_outside = out >= np.uint64(n)
     return out.astype(np.int64).reshape(values.shape)
 
 
@@ -72,10 +74,10 @@ def offset(n: int, seed: int, epoch: int) -> int:
 def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
     """Permutes integers of 2 * half bits, uint64 [m], with one round per key."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = values >> half, values & mask
+    high, low = values >> half, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    joined: np.ndarray = (left << half) | right
+        high, low = low, high ^ (_mix(low ^ key) & mask)
+    joined: np.ndarray = (high << half) | low
     return joined
 
 
@@ -108,7 +110,7 @@ Origin = dict[str, int | str]
 """Start of a sample: usually its `document`, from 0, and the `offset` of the token in it."""
 
 
-class Drawn(Protocol):
+class SampleSource(Protocol):
     """A source of training samples.
 
     A place is one or more integers with which the source finds a sample.
@@ -126,7 +128,7 @@ class Drawn(Protocol):
     def sha256(self) -> str:
         """Fingerprint of the data."""
 
-    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+    def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
         """Returns the places of samples of a run.
 
         Args:
@@ -155,7 +157,7 @@ class Drawn(Protocol):
         """
 
 
-class Samples(Drawn, Protocol):
+class Samples(SampleSource, Protocol):
     """A source of samples with a length."""
 
     def __len__(self) -> int:
@@ -180,7 +182,11 @@ def epochs(cursor: np.ndarray, count: int) -> list[tuple[int, np.ndarray, np.nda
         For each epoch its number, a mask over `cursor`, bool [n], and the indices in the epoch.
     """
     number, index = np.divmod(cursor, count)
-    return [(epoch, here := number == epoch, index[here]) for epoch in np.unique(number).tolist()]
+    groups = []
+    for epoch in np.unique(number).tolist():
+        in_epoch = number == epoch
+        groups.append((epoch, in_epoch, index[in_epoch]))
+    return groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,24 +224,24 @@ class Windows:
 
     @property
     def masked(self) -> bool:
-        """See Drawn."""
+        """See SampleSource."""
         return self.eod is not None
 
     @cached_property
     def sha256(self) -> str:
-        """See Drawn."""
+        """See SampleSource."""
         return fingerprint(self.tokens)
 
     def __len__(self) -> int:
         # A window also needs the token after its last input.
         return (len(self.tokens) - 1) // self.seq_length
 
-    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """See Drawn. A place is the first token of a window. It may exceed n, since tokens wrap."""
+    def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See SampleSource. A place is the first token of a window. It may exceed n, since tokens wrap."""
         starts = np.empty(len(cursor), dtype=np.int64)
-        for epoch, here, index in epochs(cursor, len(self)):
+        for epoch, in_epoch, index in epochs(cursor, len(self)):
             order = permute(index, len(self), seed, epoch)
-            starts[here] = offset(len(self.tokens), seed, epoch) + order * self.seq_length
+            starts[in_epoch] = offset(len(self.tokens), seed, epoch) + order * self.seq_length
         return starts
 
     def spread(self, count: int) -> np.ndarray:
@@ -243,7 +249,7 @@ class Windows:
         return np.arange(count) * len(self) // count * self.seq_length
 
     def read(self, places: np.ndarray) -> Rows:
-        """See Drawn."""
+        """See SampleSource."""
         positions = (places[:, None] + np.arange(self.seq_length + 1)) % len(self.tokens)
         # Token files are not checked when they are opened, so each window is checked here.
         window = self.tokens[positions].astype(np.int64)
@@ -257,19 +263,19 @@ class Windows:
         return rows_of(window, self.eod, self.end)
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """See Drawn. Without known documents, the origin is a token of the corpus."""
+        """See SampleSource. Without known documents, the origin is a token of the corpus."""
         starts = (places % len(self.tokens)).tolist()
         if self.documents is None:
             return [{"token": start} for start in starts]
-        found: list[Origin] = []
+        origins: list[Origin] = []
         for start in starts:
             document = int(np.searchsorted(self.documents, start, side="right")) - 1
             if document < 0:  # the first document of this part begins in another part
-                found.append({"token": start})
+                origins.append({"token": start})
             else:
                 offset = start - int(self.documents[document])
-                found.append({"document": document, "offset": offset})
-        return found
+                origins.append({"document": document, "offset": offset})
+        return origins
 
 
 def rows_of(window: np.ndarray, eod: int | None, end: int | None) -> Rows:
@@ -284,8 +290,11 @@ def rows_of(window: np.ndarray, eod: int | None, end: int | None) -> Rows:
         Tokens, targets and, with `end`, document numbers.
     """
     tokens, targets = window[:, :-1], window[:, 1:]
-    masked = targets if eod is None else np.where(tokens == eod, IGNORED, targets)
-    return (tokens, masked) if end is None else (tokens, masked, _documents(tokens == end))
+    if eod is not None:
+        targets = np.where(tokens == eod, IGNORED, targets)
+    if end is None:
+        return tokens, targets
+    return tokens, targets, _documents(tokens == end)
 
 
 def _documents(ends: np.ndarray) -> np.ndarray:
@@ -320,8 +329,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     """
     # Through str: Fraction(0.7) would be the exact binary value, with a huge denominator.
     exact = [Fraction(str(weight)) for weight in weights]
-    whole = lcm(*(share.denominator for share in exact))
-    parts = [int(share * whole) for share in exact]
+    denominator = lcm(*(share.denominator for share in exact))
+    parts = [int(share * denominator) for share in exact]
     parts = [part // gcd(*parts) for part in parts]
     if sum(parts) <= _PERIOD:
         return parts
@@ -345,10 +354,10 @@ def schedule(parts: Sequence[int]) -> np.ndarray:
     """
     # The n-th sample of a source belongs into the n-th of its equal intervals of the period. Among
     # the samples whose interval has begun, the earliest deadline goes first. This always succeeds.
-    period, order = sum(parts), np.empty(sum(parts), dtype=np.int64)
-    coming = [
-        (0, -(-period // part), source, 1) for source, part in enumerate(parts)
-    ]  # first slot, deadline, source, n
+    period = sum(parts)
+    order = np.empty(period, dtype=np.int64)
+    # Entries are the first slot, the deadline, the source, and n.
+    coming = [(0, -(-period // part), source, 1) for source, part in enumerate(parts)]
     heapq.heapify(coming)
     ready: list[tuple[int, int, int]] = []
     for slot in range(period):
@@ -358,10 +367,9 @@ def schedule(parts: Sequence[int]) -> np.ndarray:
         _, source, n = heapq.heappop(ready)
         order[slot] = source
         if n < parts[source]:
-            heapq.heappush(
-                coming,
-                (n * period // parts[source], -(-(n + 1) * period // parts[source]), source, n + 1),
-            )
+            first_slot = n * period // parts[source]
+            deadline = -(-(n + 1) * period // parts[source])  # rounded up
+            heapq.heappush(coming, (first_slot, deadline, source, n + 1))
     return order
 
 
@@ -389,87 +397,88 @@ class Mixture:
 
     @property
     def masked(self) -> bool:
-        """See Drawn."""
+        """See SampleSource."""
         return any(source.masked for source in self.sources)
 
     @cached_property
     def sha256(self) -> str:
         """Fingerprint of the sources and their weights."""
-        said = [
+        lines = [
             f"{part} {source.sha256}"
             for part, source in zip(self._schedule[0], self.sources, strict=True)
         ]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __len__(self) -> int:
         """Returns how many samples fit the weights without a repetition."""
         # An upper bound from the ratios, then down to the exact number.
         parts = self._schedule[0]
-        most = min(
+        lengths = np.array([len(source) for source in self.sources])
+        count = len(parts) + min(
             len(source) * sum(parts) // part
             for source, part in zip(self.sources, parts, strict=True)
-        ) + len(parts)
-        while most and any(self._counts(most) > np.array([len(source) for source in self.sources])):
-            most -= 1
-        return most
+        )
+        while count and any(self._counts(count) > lengths):
+            count -= 1
+        return count
 
-    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """See Drawn. Each source has epochs independent of the others."""
-        which, index = self._dealt(cursor)
-        places = np.stack([which, index], axis=1)
+    def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See SampleSource. Each source has epochs independent of the others."""
+        numbers, index = self._assign_sources(cursor)
+        places = np.stack([numbers, index], axis=1)
         for number, source in enumerate(self.sources):
-            here = which == number
-            if here.any():  # other seeds, so that sources of equal length have different orders
-                places[here, 1] = source.drawn(
-                    index[here], seed if number == 0 else (number << 64) + seed
-                )
+            is_source = numbers == number
+            if is_source.any():
+                # Other seeds, so that sources of equal length have different orders.
+                source_seed = (number << 64) + seed
+                places[is_source, 1] = source.draw(index[is_source], source_seed)
         return places
 
     def spread(self, count: int) -> np.ndarray:
         """See Samples. Sources keep their weights."""
-        which, index = self._dealt(np.arange(count))
-        places = np.stack([which, index], axis=1)
-        for number, taken in enumerate(self._counts(count).tolist()):
-            if taken:
-                places[which == number, 1] = self.sources[number].spread(taken)
+        numbers, index = self._assign_sources(np.arange(count))
+        places = np.stack([numbers, index], axis=1)
+        for number, source_count in enumerate(self._counts(count).tolist()):
+            if source_count:
+                places[numbers == number, 1] = self.sources[number].spread(source_count)
         return places
 
     def read(self, places: np.ndarray) -> Rows:
-        """See Drawn."""
+        """See SampleSource."""
         # One read per source, scattered to the rows of its samples.
         rows: list[np.ndarray] = []
         for number, source in enumerate(self.sources):
-            here = places[:, 0] == number
-            if here.any():
-                parts = source.read(places[here, 1])
-                rows = rows or [
-                    np.empty((len(places), self.seq_length), dtype=part.dtype) for part in parts
-                ]
-                for whole, part in zip(rows, parts, strict=True):
-                    whole[here] = part
+            is_source = places[:, 0] == number
+            if not is_source.any():
+                continue
+            source_rows = source.read(places[is_source, 1])
+            if not rows:
+                shape = (len(places), self.seq_length)
+                rows = [np.empty(shape, dtype=part.dtype) for part in source_rows]
+            for full, part in zip(rows, source_rows, strict=True):
+                full[is_source] = part
         return tuple(rows)
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """See Drawn. "part" is the number of the source."""
-        found: list[Origin] = []
+        """See SampleSource. "part" is the number of the source."""
+        origins: list[Origin] = []
         for place in places:
             number = int(place[0])
             (origin,) = self.sources[number].origins(place[1:])
-            found.append({"part": number, **origin})
-        return found
+            origins.append({"part": number, **origin})
+        return origins
 
-    def _dealt(self, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _assign_sources(self, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each sample, and its number within the source."""
         parts, order, nth = self._schedule
         period, slot = np.divmod(cursor, len(order))
-        which = order[slot]
-        return which, period * np.array(parts)[which] + nth[slot]
+        numbers = order[slot]
+        return numbers, period * np.array(parts)[numbers] + nth[slot]
 
     def _counts(self, count: int) -> np.ndarray:
         """Returns how many of the first `count` samples come from each source."""
         parts, order, _ = self._schedule
         period, slot = divmod(count, len(order))
-        found: np.ndarray = period * np.array(parts) + np.bincount(
-            order[:slot], minlength=len(parts)
-        )
-        return found
+        remainder = np.bincount(order[:slot], minlength=len(parts))
+        counts: np.ndarray = period * np.array(parts) + remainder
+        return counts

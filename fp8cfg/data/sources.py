@@ -234,7 +234,9 @@ def stdlib_documents() -> Documents:
     the shipped text is used, and the description reports it.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths, _ = files_under(root, (".py",), _NOT_THE_LIBRARY) if root.is_dir() else ([], 0)
+    paths: list[Path] = []
+    if root.is_dir():
+        paths, _ = files_under(root, (".py",), _NOT_THE_LIBRARY)
     if not paths:
         return tiny_documents(
             note=f" instead of the standard library, which has no sources in {root}"
@@ -340,10 +342,14 @@ def table_documents(kind: str, path: str, text_key: str) -> Documents:
         DataError: No such file. While reading: a row has no text in this column.
     """
     rows, size = table_rows(kind, path)
-    texts = (text for place, row in rows if (text := text_of(place, row, text_key)))
-    return Documents(
-        (text.encode("utf-8", "replace") for text in texts), kind, f"{text_key!r} of {path}", size
-    )
+
+    def read_texts() -> Iterator[bytes]:
+        for place, row in rows:
+            text = text_of(place, row, text_key)
+            if text:
+                yield text.encode("utf-8", "replace")
+
+    return Documents(read_texts(), kind, f"{text_key!r} of {path}", size)
 
 
 def table_rows(kind: str, path: str) -> tuple[Iterator[Row], int]:
@@ -387,12 +393,14 @@ def kind_of(path: str) -> str:
     Raises:
         DataError: The path does not exist.
     """
-    at = Path(path)
-    if not is_pattern(at):
-        require(at)
-    if at.is_dir() and ((at / "dataset_info.json").exists() or (at / "dataset_dict.json").exists()):
-        return "dataset"
-    names = [file.name for file in at.rglob("*")] if at.is_dir() else [path]
+    root = Path(path)
+    if not is_pattern(root):
+        require(root)
+    names = [path]
+    if root.is_dir():
+        if (root / "dataset_info.json").exists() or (root / "dataset_dict.json").exists():
+            return "dataset"
+        names = [file.name for file in root.rglob("*")]
     for kind in ("parquet", "csv"):
         if any(name.lower().endswith(SUFFIXES[kind]) for name in names):
             return kind
@@ -415,8 +423,10 @@ def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
         DataError: The row has no such column, or the value is not text.
     """
     if key not in row:
-        near = difflib.get_close_matches(key, map(str, row), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}"
+        similar = difflib.get_close_matches(key, map(str, row), n=1)
+        hint = f"it has {_names(row)}"
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
         if not CONVERSATIONS.isdisjoint(row):
             hint += "; for conversations set data=chat"
         raise DataError(f"{place}: has no {key!r}; {hint}")
@@ -438,9 +448,9 @@ def _dataset(path: Path) -> Iterator[Row]:
     # A DatasetDict has one folder per split, and the run needs one of them.
     if (path / "dataset_dict.json").exists():
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
-        one = path / (splits or ["train"])[0]
+        example = path / (splits or ["train"])[0]
         raise DataError(
-            f"{path}: holds the splits {', '.join(splits)}; give the folder of one, as in {one}"
+            f"{path}: holds the splits {', '.join(splits)}; give the folder of one, as in {example}"
         )
     try:
         table = datasets.load_from_disk(str(path))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8cfg.data.batches import Batches
-from fp8cfg.data.corpus import encoded
+from fp8cfg.data.corpus import encode_documents
 from fp8cfg.data.files import DataError, size_of
 from fp8cfg.data.samples import Origin, Rows, rows_of
 from fp8cfg.data.sources import (
@@ -84,7 +84,7 @@ class Shards:
         """
         if kind not in SUFFIXES:
             raise DataError(
-                f"data source {kind!r} is not read as a stream; {', '.join(SUFFIXES)} are"
+                f"data source {kind!r} cannot be streamed; use one of {', '.join(SUFFIXES)}"
             )
         return cls(kind, path, text_key, tuple(sorted(table_files(kind, path)[0])))
 
@@ -92,15 +92,13 @@ class Shards:
     def sha256(self) -> str:
         """Fingerprint of names and sizes. No data is read."""
         # Relative names, so that the data may move. A single file may be renamed too.
-        above = (
-            os.path.commonpath([path.parent for path in self.paths])
-            if len(self.paths) > 1
-            else self.paths[0]
-        )
-        said = [
-            f"{path.relative_to(above).as_posix()} {path.stat().st_size}" for path in self.paths
-        ]
-        return hashlib.sha256("\n".join([self.kind, *said]).encode()).hexdigest()
+        root: str | Path = self.paths[0]
+        if len(self.paths) > 1:
+            root = os.path.commonpath([path.parent for path in self.paths])
+        lines = [self.kind]
+        for path in self.paths:
+            lines.append(f"{path.relative_to(root).as_posix()} {path.stat().st_size}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def description(self) -> str:
@@ -197,20 +195,20 @@ class Stream:
 
     @property
     def masked(self) -> bool:
-        """See Drawn."""
+        """See SampleSource."""
         return self._eod is not None
 
     @property
     def sha256(self) -> str:
-        """See Drawn."""
+        """See SampleSource."""
         return self.shards.sha256
 
-    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """See Drawn. A stream is not shuffled, so places are the numbers of samples."""
+    def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        """See SampleSource. A stream is not shuffled, so places are the numbers of samples."""
         return cursor
 
     def read(self, places: np.ndarray) -> Rows:
-        """See Drawn."""
+        """See SampleSource."""
         return rows_of(
             np.stack([self._at(number) for number in places.tolist()]).astype(np.int64),
             self._eod,
@@ -218,7 +216,7 @@ class Stream:
         )
 
     def origins(self, places: np.ndarray) -> list[Origin]:
-        """See Drawn. Origins have the epoch, the file with the row, and the token in it."""
+        """See SampleSource. Origins have the epoch, the file with the row, and the token in it."""
         found: list[Origin] = []
         for number in places.tolist():
             cursor = self.cursor(number)
@@ -312,7 +310,7 @@ class Stream:
                 cursors.append(cursor)
                 yield text
 
-        for tokens in encoded(texts(), self.tokenizer):
+        for tokens in encode_documents(texts(), self.tokenizer):
             cursor = cursors.popleft()
             # The first text after a resume must be the row of the checkpoint, with equal text.
             if start.digest and cursor._replace(token=start.token) != start:
@@ -342,7 +340,8 @@ class StreamBatches(Batches):
     def resume(self, state: Mapping[str, Any]) -> int:
         """See Batches. Moves the stream to the cursor."""
         step = super().resume(state)
-        if not isinstance(place := state.get("stream"), Mapping):
+        place = state.get("stream")
+        if not isinstance(place, Mapping):
             raise DataError("cannot resume: the checkpoint has no place in a stream")
         self.samples.restart(step * self.global_batch_size, Cursor(**place))
         # Read the first sample now, so that a changed row is an error of `resume`.

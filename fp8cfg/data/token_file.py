@@ -18,7 +18,7 @@ import numpy as np
 from fp8cfg.data.files import DataError
 
 
-class _Held:
+class _DescriptorOwner:
     """Owner of a file descriptor. All slices of a file share it, and the last one closes it."""
 
     def __init__(self, descriptor: int) -> None:
@@ -32,7 +32,7 @@ class TokenFile:
     """
 
     def __init__(
-        self, path: Path, dtype: np.dtype, descriptor: int, start: int, stop: int, held: object
+        self, path: Path, dtype: np.dtype, descriptor: int, start: int, stop: int, owner: object
     ) -> None:
         """Creates a view of a file.
 
@@ -42,19 +42,17 @@ class TokenFile:
             descriptor: Open file.
             start: First token of the view.
             stop: End of the view.
-            held: Owner of the descriptor, kept alive with this view.
+            owner: Owner of the descriptor. It lives as long as this view.
         """
-        self.path, self.dtype, self._descriptor, self._start, self._stop, self._held = (
-            path,
-            dtype,
-            descriptor,
-            start,
-            stop,
-            held,
-        )
+        self.path = path
+        self.dtype = dtype
+        self._descriptor = descriptor
+        self._start = start
+        self._stop = stop
+        self._owner = owner
 
     @classmethod
-    def opened(cls, path: Path) -> TokenFile:
+    def open(cls, path: Path) -> TokenFile:
         """Opens a file as bytes (uint8).
 
         Raises:
@@ -65,23 +63,18 @@ class TokenFile:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-        held, found = _Held(descriptor), os.fstat(descriptor)
-        wrong = (
-            "not a regular file"
-            if not stat.S_ISREG(found.st_mode)
-            else "the file is empty"
-            if not found.st_size
-            else ""
-        )
-        if wrong:
-            raise DataError(f"{path}: {wrong}")
-        return cls(path, np.dtype("<u1"), descriptor, 0, found.st_size, held)
+        owner = _DescriptorOwner(descriptor)  # closes it after an error below, too
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path}: not a regular file")
+        if status.st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+        return cls(path, np.dtype("<u1"), descriptor, 0, status.st_size, owner)
 
     def view(self, dtype: np.dtype) -> TokenFile:
         """Returns the whole file as tokens of `dtype`. Not for slices."""
-        return TokenFile(
-            self.path, dtype, self._descriptor, 0, len(self) // dtype.itemsize, self._held
-        )
+        num_tokens = len(self) // dtype.itemsize
+        return TokenFile(self.path, dtype, self._descriptor, 0, num_tokens, self._owner)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -104,24 +97,20 @@ class TokenFile:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise IndexError("a row of tokens is cut only in steps of 1")
+                raise IndexError("a token file supports slices with step 1 only")
             start, stop = self._start + start, self._start + max(start, stop)
-            return TokenFile(self.path, self.dtype, self._descriptor, start, stop, self._held)
+            return TokenFile(self.path, self.dtype, self._descriptor, start, stop, self._owner)
         positions = np.asarray(index)
         flat = positions.reshape(-1)
         if flat.size and (flat.min() < 0 or flat.max() >= len(self)):
             raise IndexError(f"tokens {flat.min()} to {flat.max()} of {len(self)}")
-        found = np.empty(flat.size, dtype=self.dtype)
+        tokens = np.empty(flat.size, dtype=self.dtype)
         # Consecutive indices become one read. A batch of windows has one run per window.
-        runs = [
-            0,
-            *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(),
-            flat.size,
-        ]
-        for first, last in pairwise(runs):
-            if first < last:
-                found[first:last] = self._read(int(flat[first]), last - first)
-        return found.reshape(positions.shape)
+        run_starts = (np.flatnonzero(np.diff(flat) != 1) + 1).tolist()
+        for start, stop in pairwise([0, *run_starts, flat.size]):
+            if start < stop:
+                tokens[start:stop] = self._read(int(flat[start]), stop - start)
+        return tokens.reshape(positions.shape)
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         """Reads all tokens into memory, for np.asarray."""
@@ -137,22 +126,22 @@ class TokenFile:
 
     def _read(self, first: int, count: int) -> np.ndarray:
         """Reads `count` consecutive tokens."""
-        size, at, data = (
-            count * self.dtype.itemsize,
-            (self._start + first) * self.dtype.itemsize,
-            bytearray(),
-        )
+        size = count * self.dtype.itemsize
+        offset = (self._start + first) * self.dtype.itemsize
+        data = bytearray()
         while len(data) < size:
             # pread has no shared position, so threads can use it. Linux reads up to 2 GiB at once.
             try:
-                piece = os.pread(self._descriptor, min(size - len(data), 1 << 30), at + len(data))
+                piece = os.pread(
+                    self._descriptor, min(size - len(data), 1 << 30), offset + len(data)
+                )
             except OSError as error:
                 raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
             if not piece:
-                now = os.fstat(self._descriptor).st_size
+                file_size = os.fstat(self._descriptor).st_size
                 raise DataError(
-                    f"{self.path}: has {now} bytes now, less than {at + size}; it was cut short"
-                    " while it was read"
+                    f"{self.path}: has {file_size} bytes now, less than {offset + size}; it was"
+                    " truncated during the run"
                 )
             data += piece
         return np.frombuffer(data, dtype=self.dtype)

@@ -54,16 +54,14 @@ class ByteTokenizer:
     def encode_spans(self, text: str) -> Encoded:
         """Returns the ids of a text and their characters."""
         # A character has up to four bytes, all with the same span.
-        sizes = [len(c.encode("utf-8", "replace")) for c in text]
-        at = np.repeat(np.arange(len(text)), sizes)
-        return Encoded(
-            np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64),
-            np.stack([at, at + 1], 1),
-        )
+        sizes = [len(character.encode("utf-8", "replace")) for character in text]
+        positions = np.repeat(np.arange(len(text)), sizes)
+        ids = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+        return Encoded(ids.astype(np.int64), np.stack([positions, positions + 1], 1))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids. Invalid UTF-8 is replaced, end tokens are skipped."""
-        return bytes(i for i in ids if i < EOS).decode("utf-8", "replace")
+        return bytes(token for token in ids if token < EOS).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -93,25 +91,22 @@ class FileTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each text, int64 [n], without special tokens around it."""
         decoded = [text.decode("utf-8", "replace") for text in texts]
-        found = self.backend_tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in found]
+        encodings = self.backend_tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_spans(self, text: str) -> Encoded:
         """Returns the ids of a text and their characters, without special tokens around it."""
-        found = self.backend_tokenizer.encode(text, add_special_tokens=False)
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=False)
         return Encoded(
-            np.asarray(found.ids, dtype=np.int64),
-            np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2),
+            np.asarray(encoding.ids, dtype=np.int64),
+            np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2),
         )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids. Special tokens are skipped."""
         # The padded rows of the output layer can be sampled too, and have no token.
-        return str(
-            self.backend_tokenizer.decode(
-                [i for i in ids if i < self.size], skip_special_tokens=True
-            )
-        )
+        known_ids = [token for token in ids if token < self.size]
+        return str(self.backend_tokenizer.decode(known_ids, skip_special_tokens=True))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -130,31 +125,33 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     """
     if path is None:
         return BYTES
-    given = Path(path)
-    require(given)
-    file = given / "tokenizer.json" if given.is_dir() else given
+    source = Path(path)
+    require(source)
+    file = source / "tokenizer.json" if source.is_dir() else source
     require(file)
-    text = _text(file)
-    library = _library(file, text)
-    config = _config(file.with_name("tokenizer_config.json"))
-    tokens = {
-        name: _special(config, name)
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-    }
-    template = _template(file.parent, config)
-    eos = _id(library, file, tokens["eos_token"])
-    pad = library.token_to_id(tokens["pad_token"]) if tokens["pad_token"] else None
-    said = json.dumps([tokens, template], sort_keys=True)
+    text = _read_text(file)
+    backend_tokenizer = _parse(file, text)
+    config = _read_config(file.with_name("tokenizer_config.json"))
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {name: _special_token(config, name) for name in names}
+    template = _chat_template(file.parent, config)
+    eos = _end_token_id(backend_tokenizer, file, tokens["eos_token"])
+    pad = None
+    if tokens["pad_token"]:
+        pad = backend_tokenizer.token_to_id(tokens["pad_token"])
+    if pad is None:
+        pad = eos
+    settings = json.dumps([tokens, template], sort_keys=True)
     return FileTokenizer(
         file,
-        library,
+        backend_tokenizer,
         # Not get_vocab_size(): ids can have gaps.
-        max(library.get_vocab().values(), default=-1) + 1,
+        max(backend_tokenizer.get_vocab().values(), default=-1) + 1,
         eos,
-        eos if pad is None else pad,
-        hashlib.sha256(f"{text}\n{said}".encode()).hexdigest(),
+        pad,
+        hashlib.sha256(f"{text}\n{settings}".encode()).hexdigest(),
         template,
-        {k: v for k, v in tokens.items() if v},
+        {name: token for name, token in tokens.items() if token},
     )
 
 
@@ -169,11 +166,11 @@ def refuse_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         DataError: The vocabulary is too small. The message suggests a multiple of 16, for FP8.
     """
     if tokenizer.size > vocab_size:
-        what = "bytes and the end token"
+        tokens = "bytes and the end token"
         if isinstance(tokenizer, FileTokenizer):
-            what = f"the {tokenizer.size} tokens of {tokenizer.path}"
+            tokens = f"the {tokenizer.size} tokens of {tokenizer.path}"
         raise DataError(
-            f"vocab_size={vocab_size} cannot hold {what}: use {padded_vocabulary(tokenizer)} or"
+            f"vocab_size={vocab_size} cannot hold {tokens}: use {padded_vocabulary(tokenizer)} or"
             " more"
         )
 
@@ -188,42 +185,43 @@ def token_dtype(size: int) -> np.dtype:
     return np.dtype("<u2" if size < _WIDE else "<i4")
 
 
-def _library(file: Path, text: str) -> Any:
+def _parse(file: Path, text: str) -> Any:
     """Parses a tokenizer.json with the tokenizers library."""
     try:
-        from tokenizers import Tokenizer as Library
+        from tokenizers import Tokenizer as BackendTokenizer
     except ImportError:
         raise DataError(
             f"{file}: needs the package tokenizers; pip install 'fp8cfg[data]'"
         ) from None
     try:
-        library = Library.from_str(text)
-    except Exception as e:  # the library raises plain Exception
+        tokenizer = BackendTokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        details = " ".join(str(error).split())[:120]
         raise DataError(
-            f"{file}: no tokenizer.json that tokenizers reads ({' '.join(str(e).split())[:120]})"
+            f"{file}: not a tokenizer.json of the tokenizers library ({details})"
         ) from None
     # The file may turn these on. They would cut documents or add padding to them.
-    library.no_truncation()
-    library.no_padding()
-    return library
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Reads a text file. Raises DataError."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError(
-            f"{file}: cannot be read ({getattr(e, 'strerror', None) or 'not UTF-8'})"
-        ) from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or 'not UTF-8'})") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: cannot be read (not UTF-8)") from None
 
 
-def _config(file: Path) -> Mapping[str, Any]:
+def _read_config(file: Path) -> Mapping[str, Any]:
     """Reads tokenizer_config.json. Empty if it does not exist."""
     if not file.exists():
         return {}
     try:
-        config = json.loads(_text(file))
+        config = json.loads(_read_text(file))
     except (ValueError, RecursionError):
         raise DataError(f"{file}: not JSON") from None
     if not isinstance(config, dict):
@@ -231,43 +229,53 @@ def _config(file: Path) -> Mapping[str, Any]:
     return config
 
 
-def _special(config: Mapping[str, Any], name: str) -> str | None:
+def _special_token(config: Mapping[str, Any], name: str) -> str | None:
     """Returns a special token, None without one."""
-    # Older versions of transformers write an object with the text in `content`.
     token = config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) and token else None
+    # Older versions of transformers write an object with the text in `content`.
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str) or not token:
+        return None
+    return token
 
 
-def _id(library: Any, file: Path, token: str | None) -> int:
+def _end_token_id(tokenizer: Any, file: Path, token: str | None) -> int:
     """Returns the id of the end token. Raises DataError if it is missing."""
-    found = library.token_to_id(token) if token else None
-    if found is not None:
-        return int(found)
-    special = sorted(t.content for t in library.get_added_tokens_decoder().values() if t.special)
-    there = (
-        f"its special tokens are {' '.join(special[:8])}" if special else "it has no special token"
-    )
+    if token:
+        token_id = tokenizer.token_to_id(token)
+        if token_id is not None:
+            return int(token_id)
+    added_tokens = tokenizer.get_added_tokens_decoder().values()
+    special = sorted(added.content for added in added_tokens if added.special)
+    candidates = "it has no special token"
+    if special:
+        candidates = f"its special tokens are {' '.join(special[:8])}"
     if token:
         raise DataError(
-            f"{file}: does not have the eos_token {token!r} of tokenizer_config.json; {there}"
+            f"{file}: does not have the eos_token {token!r} of tokenizer_config.json; {candidates}"
         )
-    beside = file.parent / "tokenizer_config.json"
+    config = file.parent / "tokenizer_config.json"
     raise DataError(
-        f'{file}: no end token is said; write {{"eos_token": "..."}} into {beside}; {there}'
+        f'{file}: no end token is set; write {{"eos_token": "..."}} into {config}; {candidates}'
     )
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Returns the chat template, None without one."""
     # Newer versions of transformers write a file, older ones an entry of tokenizer_config.json.
-    if (file := folder / "chat_template.jinja").is_file():
-        return _text(file)
-    said = config.get("chat_template")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    template = config.get("chat_template")
     # Several templates are a list of named ones.
-    if isinstance(said, list):
-        said = next(
-            (t.get("template") for t in said if isinstance(t, dict) and t.get("name") == "default"),
-            None,
-        )
-    return said if isinstance(said, str) else None
+    if isinstance(template, list):
+        named = template
+        template = None
+        for entry in named:
+            if isinstance(entry, dict) and entry.get("name") == "default":
+                template = entry.get("template")
+                break
+    if not isinstance(template, str):
+        return None
+    return template

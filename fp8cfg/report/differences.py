@@ -32,10 +32,9 @@ def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
 
 def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
     """Returns both values of each different key. A missing key has the value None."""
-    # A list and not a set, to keep the order of keys in the table.
-    return {
-        k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)
-    }
+    # A dictionary and not a set, to keep the order of keys in the table.
+    keys = dict.fromkeys([*a, *b])
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
 def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
@@ -51,39 +50,40 @@ def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
     """
     if not any(parts.values()):
         return "no difference"
-    names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
-    return "\n".join(
-        names + ["\n" + _table(title, found) for title, found in parts.items() if found]
-    )
+    blocks = [wrapped(name_a, "A  ", "   "), wrapped(name_b, "B  ", "   ")]
+    for title, different in parts.items():
+        if different:
+            blocks.append("\n" + _table(title, different))
+    return "\n".join(blocks)
 
 
-def _table(title: str, found: Pairs) -> str:
+def _table(title: str, different: Pairs) -> str:
     """Formats one table, or one block per key if the terminal is too narrow."""
-    # No leaf of a graph is null, so None is a missing leaf.
-    rows = [
-        [key, *("-" if title == "leaf" and v is None else shown(v) for v in both)]
-        for key, both in found.items()
-    ]
+    rows = []
+    for key, values in different.items():
+        row = [key]
+        for value in values:
+            # No leaf of a graph is null, so None is a missing leaf.
+            is_missing = title == "leaf" and value is None
+            row.append("-" if is_missing else shown(value))
+        rows.append(row)
     header = [title, "A", "B"]
     if fits(header, rows):
         return table(header, rows)
-    return "\n".join(
-        [
-            title,
-            *(
-                f"{key}\n{wrapped(a, '  A  ', '     ')}\n{wrapped(b, '  B  ', '     ')}"
-                for key, a, b in rows
-            ),
-        ]
-    )
+    lines = [title]
+    for key, a, b in rows:
+        lines += [key, wrapped(a, "  A  ", "     "), wrapped(b, "  B  ", "     ")]
+    return "\n".join(lines)
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Flattens the entries of an environment record for `versions`."""
+    packages = environment.get("packages")
+    code = environment.get("code")
     # A damaged or old file may have no mapping here.
-    packages, code = (
-        {**found} if isinstance(found := environment.get(k), dict) else {}
-        for k in ("packages", "code")
-    )
-    rest = {k: environment.get(k) for k in ("python", "cuda", "gpus")}
-    return {**rest, **packages, "code": code.get("commit"), "code changed": code.get("dirty")}
+    if not isinstance(packages, dict):
+        packages = {}
+    if not isinstance(code, dict):
+        code = {}
+    result = {key: environment.get(key) for key in ("python", "cuda", "gpus")}
+    return result | packages | {"code": code.get("commit"), "code changed": code.get("dirty")}

@@ -110,15 +110,24 @@ def example(key: str) -> str | None:
     name = short(key)
     if name in VALUES:
         return f"{name}={VALUES[name]}"
-    choices = _other_choices(key_schema(key))
-    return f"{name}={choices[0]}" if choices else None
+    choices = _choices_without_default(key_schema(key))
+    if not choices:
+        return None
+    return f"{name}={choices[0]}"
 
 
-def _other_choices(schema: dict[str, Any]) -> list[str]:
+def _choices_without_default(schema: dict[str, Any]) -> list[str]:
     """Returns the choices of a key except its default, in their order."""
     # pydantic writes an optional choice as anyOf, with {"type": "null"} as one alternative.
     choices: list[Any] = []
-    for kind in schema.get("anyOf", [schema]):
-        choices += [True, False] if kind.get("type") == "boolean" else kind.get("enum", [])
-    others = [choice for choice in choices if choice != schema["default"]]
-    return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in others]
+    for alternative in schema.get("anyOf", [schema]):
+        if alternative.get("type") == "boolean":
+            choices += [True, False]
+        else:
+            choices += alternative.get("enum", [])
+    texts = []
+    for choice in choices:
+        if choice != schema["default"]:
+            # YAML writes booleans in lower case.
+            texts.append(str(choice).lower() if isinstance(choice, bool) else str(choice))
+    return texts

@@ -33,7 +33,9 @@ from fp8cfg.schema.storage import resolved, sharding
 from fp8cfg.schema.tables import cut, output_width, table, wrapped
 from fp8cfg.schema.violation import Violation
 
-_INERT, _LATER = ": has no effect", "not in this version"
+# Parts of the messages of rules.
+_NO_EFFECT = ": has no effect"
+_NOT_YET = "not in this version"
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
@@ -51,105 +53,124 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
         "takes effect", "no effect ..." with the reason, the resolved value of "auto" or null, or
         the broken rule.
     """
-    found = [each for each in violations(recipe, written=written) if _about(each, key)]
-    if found:
-        return f"refused: {found[0]}"
+    for violation in violations(recipe, written=written):
+        if _is_about(violation, key):
+            return f"refused: {violation}"
     value = flat(recipe)[key]
     # Not the default: find the message of the rules if the user had written this value.
     if value != flat(Recipe())[key]:
-        tacit = _answer(recipe, key, value) or ""
-        return _none(tacit) if _INERT in tacit else "takes effect"
+        message = _rule_message(recipe, key, value) or ""
+        if _NO_EFFECT in message:
+            return _no_effect(message)
+        return "takes effect"
     # At the default: the key is unused if each other value would be unused too.
-    others, complete = _others(key_schema(key), value)
-    answers = [line for other in others if (line := _answer(recipe, key, other)) is not None]
-    if answers and all(_INERT in line for line in answers):
-        return _none(answers[0])
-    # For an empty answer the rules accept the value.
-    if _resolved(recipe, key) or not all(answers) or not complete:
-        return _resolved(recipe, key) or "takes effect"
-    reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
-    return f"other values are refused: {reasons[0]}" if reasons else f"other values are {_LATER}"
+    samples, is_complete = _sample_values(key_schema(key), value)
+    messages = []
+    for sample in samples:
+        answer = _rule_message(recipe, key, sample)
+        if answer is not None:  # otherwise the schema rejects the sample
+            messages.append(answer)
+    if messages and all(_NO_EFFECT in message for message in messages):
+        return _no_effect(messages[0])
+    resolved_value = _describe_resolved(recipe, key)
+    if resolved_value:
+        return resolved_value
+    # Without a message the rules accept the value.
+    if not all(messages) or not is_complete:
+        return "takes effect"
+    for message in messages:
+        if _NOT_YET not in message:
+            return f"other values are refused: {message.partition(': ')[2]}"
+    return f"other values are {_NOT_YET}"
 
 
-def _ranks(recipe: Recipe) -> int:
+def _data_parallel_ranks(recipe: Recipe) -> int:
     """Returns the number of data-parallel ranks from num_nodes and devices."""
-    t = recipe.trainer
+    trainer = recipe.trainer
+    strategy = trainer.strategy
     # Context-parallel ranks are included: they have the same parameters.
-    return max(
-        1,
-        t.num_nodes
-        * t.devices
-        // (t.strategy.tensor_model_parallel_size * t.strategy.pipeline_model_parallel_size),
-    )
+    model_parallel = strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
+    return max(1, trainer.num_nodes * trainer.devices // model_parallel)
 
 
-def _none(line: str) -> str:
+def _no_effect(message: str) -> str:
     """Converts the message of a rule on an unused key to "no effect" with the reason."""
     # Nobody set the key, so the advice to remove it would be wrong.
-    return "no effect" + line.partition(_INERT)[2].replace("; remove it or ", "; ")
+    return "no effect" + message.partition(_NO_EFFECT)[2].replace("; remove it or ", "; ")
 
 
-def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
+def _rule_message(recipe: Recipe, key: str, value: Any) -> str | None:
     """Returns the message of the rules if a user set `key` to `value`.
 
     A message "has no effect" comes first. The result is "" if all rules accept the value, and None
     if the schema rejects it.
     """
     try:
-        other = assigned(recipe, {key: value})
+        changed = assigned(recipe, {key: value})
     except ConfigError:
         return None
-    found = violations(other, written={short(key)})
-    lines = [str(violation) for violation in found if _about(violation, key)]
-    return next((line for line in lines if _INERT in line), lines[0] if lines else "")
+    messages = []
+    for violation in violations(changed, written={short(key)}):
+        if _is_about(violation, key):
+            messages.append(str(violation))
+    for message in messages:
+        if _NO_EFFECT in message:
+            return message
+    return messages[0] if messages else ""
 
 
-def _about(violation: Violation, key: str) -> bool:
+def _is_about(violation: Violation, key: str) -> bool:
     """Returns whether a violation is about the full `key`."""
     return violation.setting.partition("=")[0] == short(key)
 
 
-def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
+def _sample_values(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
     """Returns sample values of a key other than `value`, and whether these are all.
 
-    Some may be out of bounds: `_answer` returns None for them.
+    Some may be out of bounds: `_rule_message` returns None for them.
     """
-    # null is left out: it usually means "choose for me" and is no setting to test.
     if "anyOf" in schema:
-        found = [_others(one, value) for one in schema["anyOf"] if one != {"type": "null"}]
-        return [v for values, _ in found for v in values], all(complete for _, complete in found)
+        samples: list[Any] = []
+        is_complete = True
+        for alternative in schema["anyOf"]:
+            # null usually means "choose for me" and is no setting to test.
+            if alternative != {"type": "null"}:
+                more_samples, has_all = _sample_values(alternative, value)
+                samples += more_samples
+                is_complete = is_complete and has_all
+        return samples, is_complete
     if "enum" in schema:
-        return [v for v in schema["enum"] if v != value], True
+        return [choice for choice in schema["enum"] if choice != value], True
     if schema["type"] == "boolean":
         return [not value], True
     # Keys have different constraints (divisors, powers of two). One of three values should fit.
     if schema["type"] in ("integer", "number"):
         base = value or 1
         return [base * 2, base + 1, base / 2], False
-    return [v for v in ("x", ("*",), (0.5, 0.5)) if v != value], False
+    return [sample for sample in ("x", ("*",), (0.5, 0.5)) if sample != value], False
 
 
-def _resolved(recipe: Recipe, key: str) -> str:
+def _describe_resolved(recipe: Recipe, key: str) -> str:
     """Describes the resolved value of "auto" or null. Returns "" for other values."""
-    columns = {
-        f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()
-    }
-    if key in columns and flat(recipe)[key] == "auto":
-        return f"auto is {columns[key]} under this recipe"
-    m, o = recipe.model, recipe.optim
+    model, optim = recipe.model, recipe.optim
+    column = key.removeprefix(f"{PLUGIN}.storage.")
+    dtypes = resolved(recipe.precision)
+    if column != key and column in dtypes and flat(recipe)[key] == "auto":
+        return f"auto is {dtypes[column]} under this recipe"
     if key == f"{PLUGIN}.storage.shard" and recipe.storage.shard == "auto":
-        ranks = _ranks(recipe)
+        num_ranks = _data_parallel_ranks(recipe)
+        plural = "s" if num_ranks > 1 else ""
         return (
-            f"auto is {sharding(recipe.precision, ranks)} on {ranks} data-parallel"
-            f" rank{'s' * (ranks > 1)} under this recipe"
+            f"auto is {sharding(recipe.precision, num_ranks)} on {num_ranks} data-parallel"
+            f" rank{plural} under this recipe"
         )
-    if key == "model.kv_channels" and m.kv_channels is None:
+    if key == "model.kv_channels" and model.kv_channels is None:
         return (
-            f"null is {m.head_dim}, model.hidden_size={m.hidden_size} /"
-            f" model.num_attention_heads={m.num_attention_heads}"
+            f"null is {model.head_dim}, model.hidden_size={model.hidden_size} /"
+            f" model.num_attention_heads={model.num_attention_heads}"
         )
-    if key == "optim.min_lr" and o.min_lr is None:
-        return f"null is {o.end_lr:g}, 0.1 x optim.lr={o.lr:g}"
+    if key == "optim.min_lr" and optim.min_lr is None:
+        return f"null is {optim.end_lr:g}, 0.1 x optim.lr={optim.lr:g}"
     return ""
 
 
@@ -180,7 +201,8 @@ def type_text(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(shown, schema['enum']))}"
     if "prefixItems" in schema:
-        return f"list of {len(schema['prefixItems'])}: {', '.join(map(type_text, schema['prefixItems']))}"
+        items = schema["prefixItems"]
+        return f"list of {len(items)}: {', '.join(map(type_text, items))}"
     if schema["type"] == "array":
         return f"list of {type_text(schema['items'])}"
     bounds = " and ".join(
@@ -203,8 +225,10 @@ def path(file: Path) -> str:
 
     if file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
-    shipped = any(file.is_relative_to(CONF.parent / folder) for folder in ("conf", "recipes"))
-    return str(file.relative_to(CONF.parent) if shipped else file)
+    for folder in ("conf", "recipes"):
+        if file.is_relative_to(CONF.parent / folder):
+            return str(file.relative_to(CONF.parent))
+    return str(file)
 
 
 _VALUE = 24
@@ -252,7 +276,9 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return _node_text(self) if self.is_node else _key_text(self)
+        if self.is_node:
+            return _node_text(self)
+        return _key_text(self)
 
     def _repr_html_(self) -> str:
         """Returns the explanation for notebooks."""
@@ -288,7 +314,7 @@ def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
         return explained(_from_object(recipe), name)
     if not isinstance(recipe, (list, tuple)) or not all(isinstance(word, str) for word in recipe):
         raise ConfigError(
-            "explain: expected a Recipe, or a list of words such as ['recipe=llama_8b',"
+            "explain: expected a Recipe, or a list of overrides such as ['recipe=llama_8b',"
             f" 'fp8.margin=1'], got {type(recipe).__name__}"
         )
     return explained(composed(recipe, Library()), name)
@@ -305,27 +331,37 @@ def known(key: str) -> str:
     """
     if key == "recipe":
         raise ConfigError(
-            "recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"
+            "recipe: not a key, but a choice by name; `fp8cfg list recipe` shows the names"
         )
     if full(key) not in fields():
         raise ConfigError(foreign_names.unknown(short(full(key)), short_keys()))
     return full(key)
 
 
-def explained(settled: ResolvedRecipe, key: str) -> Explanation:
+def explained(recipe: ResolvedRecipe, key: str) -> Explanation:
     """Explains a key under a composed recipe.
 
     Args:
-        settled: The recipe with its layers.
+        recipe: The recipe with its layers.
         key: Full name of a key or node.
     """
     if is_node(key):
-        values = {short(k): v for k, v in flat(settled.recipe).items() if k.startswith(f"{key}.")}
-        return Explanation(short(key), key, values, _line(fields()[key].description), {}, "", ())
-    schema, layers = key_schema(key), tuple(key_history(fold(settled.layers), key))
-    does = effect(settled.recipe, key, settled.written)
+        values = {}
+        for name, value in flat(recipe.recipe).items():
+            if name.startswith(f"{key}."):
+                values[short(name)] = value
+        description = _one_line(fields()[key].description)
+        return Explanation(short(key), key, values, description, {}, "", ())
+    schema = key_schema(key)
+    layers = tuple(key_history(fold(recipe.layers), key))
     return Explanation(
-        short(key), key, layers[-1].values[key], _line(schema["description"]), schema, does, layers
+        short(key),
+        key,
+        layers[-1].values[key],
+        _one_line(schema["description"]),
+        schema,
+        effect(recipe.recipe, key, recipe.written),
+        layers,
     )
 
 
@@ -335,68 +371,74 @@ def _from_object(recipe: Recipe) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, (default_layer(), layer))
 
 
-def _key_text(e: Explanation) -> str:
+def _key_text(explanation: Explanation) -> str:
     """Formats the explanation of a key. An arrow marks the winning layer."""
     lines = [
-        wrapped(f"{e.key} = {shown(e.value)}", more="    "),
-        wrapped(e.description, "  ", "  "),
+        wrapped(f"{explanation.key} = {shown(explanation.value)}", more="    "),
+        wrapped(explanation.description, "  ", "  "),
         "",
     ]
-    for name, fact in _facts(e).items():
+    for name, fact in _facts(explanation).items():
         lines.append(wrapped(f"{name:11}{fact}", "  ", " " * 13))
     lines += ["", "set by, in order"]
-    values = [shown(layer.values[e.full_name]) for layer in e.layers]
+    key = explanation.full_name
+    values = [shown(layer.values[key]) for layer in explanation.layers]
     width = min(_VALUE, max(map(len, values)))
-    for layer, value in zip(e.layers, values, strict=True):
-        mark, where = "  ->" if layer is e.layers[-1] else "    ", source_text(layer, e.full_name)
+    for layer, value in zip(explanation.layers, values, strict=True):
+        mark = "  ->" if layer is explanation.layers[-1] else "    "
+        source = source_text(layer, key)
         # A long value gets its own line, to keep the column of sources aligned.
         if len(value) <= width:
-            lines.append(wrapped(f"{value:{width}}  {where}", f"{mark} ", " " * (width + 7)))
+            lines.append(wrapped(f"{value:{width}}  {source}", f"{mark} ", " " * (width + 7)))
         else:
-            lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(where, " " * 7, " " * 7)]
+            lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(source, " " * 7, " " * 7)]
     return "\n".join(lines)
 
 
-def _facts(e: Explanation) -> dict[str, str]:
+def _facts(explanation: Explanation) -> dict[str, str]:
     """Returns type, effect, example and full name of a key, by label."""
+    schema = dict(explanation.schema)
     facts = {
-        "type": f"{type_text(dict(e.schema))}; default {shown(e.schema['default'])}",
-        "effect": e.effect,
+        "type": f"{type_text(schema)}; default {shown(schema['default'])}",
+        "effect": explanation.effect,
     }
-    word = example(e.full_name)
+    word = example(explanation.full_name)
     if word is not None:
         facts["example"] = word
-    if e.full_name != e.key:
-        facts["full name"] = e.full_name
+    if explanation.full_name != explanation.key:
+        facts["full name"] = explanation.full_name
     return facts
 
 
-def _node_text(e: Explanation) -> str:
+def _node_text(explanation: Explanation) -> str:
     """Formats a table of a node's keys with values and meanings. Meanings are cut to the width."""
-    rows = list[list[str]]()
-    for name in fields()[e.full_name].annotation.model_fields:
-        inner = f"{e.full_name}.{name}"
-        rows.append(
-            [
-                f"  {name}",
-                "..." if is_node(inner) else _short(shown(e.value[short(inner)])),
-                fields()[inner].description,
-            ]
-        )
-    wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    rows = []
+    for name in fields()[explanation.full_name].annotation.model_fields:
+        key = f"{explanation.full_name}.{name}"
+        value = "..."
+        if not is_node(key):
+            value = _cut_value(shown(explanation.value[short(key)]))
+        rows.append([f"  {name}", value, fields()[key].description])
+    room = output_width() - 4
+    for column in (0, 1):
+        room -= max(len(row[column]) for row in rows)
     for row in rows:
-        row[2] = cut(_line(row[2]).partition(". ")[0], output_width() - sum(wide) - 4)
-    return "\n".join([wrapped(f"{e.key}: {e.description}"), table(rows[0], rows[1:])])
+        first_sentence = _one_line(row[2]).partition(". ")[0]
+        row[2] = cut(first_sentence, room)
+    head = wrapped(f"{explanation.key}: {explanation.description}")
+    return "\n".join([head, table(rows[0], rows[1:])])
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     """Joins lines and collapses white space."""
     return " ".join(text.split())
 
 
-def _short(value: str) -> str:
+def _cut_value(value: str) -> str:
     """Cuts a value to 16 characters."""
-    return value if len(value) <= 16 else f"{value[:13]}..."
+    if len(value) <= 16:
+        return value
+    return f"{value[:13]}..."
 
 
 def source_text(layer: Layer, key: str) -> str:
@@ -435,7 +477,9 @@ def _shown_location(location: Location, key: str) -> str:
     if location.file is None:
         return shown(location.text)
     line = location.line(key)
-    return path(location.file) + (f":{line}" if line else "")
+    if not line:
+        return path(location.file)
+    return f"{path(location.file)}:{line}"
 
 
 def _layer_data(layer: Layer, key: str) -> dict[str, Any]:

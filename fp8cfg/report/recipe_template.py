@@ -33,26 +33,24 @@ def commented_yaml(recipe: Recipe, named: Mapping[str, str], file: str) -> str:
         file: Name of the file, for the commands in its head.
     """
     # Only precision is written as a preset: the file shows the keys of all other groups.
-    found = deltas(recipe, named, ("precision",))
-    choices = {"recipe": found.recipe, **found.presets}
-    idle = _idle_keys(recipe) - found.values.keys()
+    differences = deltas(recipe, named, ("precision",))
+    choices = {"recipe": differences.recipe, **differences.presets}
+    idle = _idle_keys(recipe) - differences.values.keys()
 
-    lines = [
-        *_head(file),
-        *(
-            _with_help(f"{group}: {name}", f"fp8cfg list {group} has the names")
-            for group, name in choices.items()
-        ),
-    ]
-    if found.values:
+    lines = _head(file)
+    for group, name in choices.items():
+        lines.append(_with_help(f"{group}: {name}", f"fp8cfg list {group} has the names"))
+    if differences.values:
         lines.append("")
-        lines += [_line(key, value, found.presets) for key, value in found.values.items()]
+        lines += [
+            _line(key, value, differences.presets) for key, value in differences.values.items()
+        ]
 
     sections: dict[str, list[str]] = {}
     for key, value in flat(recipe).items():
-        if key not in found.values and key not in idle:
+        if key not in differences.values and key not in idle:
             section = sections.setdefault(_section(key), [])
-            section.append("#" + _line(key, value, found.presets))
+            section.append("#" + _line(key, value, differences.presets))
     for name, keys in sections.items():
         lines += ["", f"# {_heading(name)}", *keys]
     if idle:

@@ -163,8 +163,9 @@ def _fp8_keys(recipe: Recipe) -> dict[str, Any]:
 def _ranks(recipe: Recipe) -> str:
     """Formats the ranks, their layout and microbatches, and the GPUs that the recipe asks for."""
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
-    here = sharding.ranks()
-    count = "1 rank" if here == 1 else f"{here} ranks"
+    num_ranks = sharding.ranks()
+    count = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    data_parallel_size = num_ranks // strategy.size
     if strategy.size > 1:
         sizes = {
             "tensor": strategy.tensor_model_parallel_size,
@@ -172,12 +173,14 @@ def _ranks(recipe: Recipe) -> str:
             "context": strategy.context_parallel_size,
         }
         split = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
-        count += f" = {split} x data {here // strategy.size}"
+        count += f" = {split} x data {data_parallel_size}"
     # Data-parallel ranks split the batch. Tensor, pipeline and context ranks share a microbatch.
-    microbatches = trainer.global_batch_size / (trainer.micro_batch_size * (here // strategy.size))
+    samples = trainer.micro_batch_size * data_parallel_size
+    microbatches = trainer.global_batch_size / samples
     plural = "" if microbatches == 1 else "es"
     text = f"{count}, {microbatches:g} microbatch{plural} a step on each"
-    meant = trainer.num_nodes * trainer.devices
-    if meant != here:
-        text += f" (meant for {meant} GPU{'' if meant == 1 else 's'})"
+    num_gpus = trainer.num_nodes * trainer.devices
+    if num_gpus != num_ranks:
+        plural = "" if num_gpus == 1 else "s"
+        text += f" (meant for {num_gpus} GPU{plural})"
     return text

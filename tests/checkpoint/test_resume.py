@@ -329,7 +329,7 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(
     )
     said = capsys.readouterr()
     assert said.err == (
-        f"note: --config-dir {tmp_path}: changes nothing, no word chooses what it has; the recipe is the run's own\n"
+        f"note: --config-dir {tmp_path}: no effect, no override chooses one of its presets; the recipe is the run's own\n"
         "note: --allow optim.lr: allows nothing, no such key has changed\n"
     )
     (edited,) = (

@@ -222,12 +222,12 @@ def test_an_environment_of_other_shapes(capsys: Out, run: Any) -> None:
         (
             ["nowhere", "x.yaml"],
             [
-                "nowhere: neither a run folder, nor a recipe file, nor of the form key=value",
+                "nowhere: not a run folder, a recipe file or key=value",
                 "x.yaml: cannot be read (No such file or directory)",
             ],
         ),
         (["a.yaml", "b.yaml", "--"], ["b.yaml: one folder or file on each side of --"]),
-        (["--", "--"], ["--: stands once, between the two"]),
+        (["--", "--"], ["--: write it once, between the two sides"]),
         (["tests", "--", "--jsn"], ["--jsn: no such option; did you mean '--json'?"]),
     ],
 )

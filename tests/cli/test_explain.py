@@ -300,7 +300,7 @@ def test_as_json(capsys: Out) -> None:
         ),
         (
             ["recipe"],
-            ["recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"],
+            ["recipe: not a key, but a choice by name; `fp8cfg list recipe` shows the names"],
         ),
         ([], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),
         (["a", "b"], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),

@@ -172,7 +172,7 @@ def test_a_recipe_file_and_a_folder_of_ones_own(
         ),
         (
             "--info hydra.searchpath=[/tmp]",
-            "hydra.searchpath=[/tmp]: not accepted; your presets go to --config-dir FOLDER",
+            "hydra.searchpath=[/tmp]: not accepted; pass your presets as --config-dir FOLDER",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_hydra_run_dir_is_the_run_folder(
     assert main(["hydra.run.dir=x", "hydra.verbose=true"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it\n"
+        == "error: hydra.verbose=true: does nothing in a single run; use it with -m, --cfg or --info\n"
     )
 
 

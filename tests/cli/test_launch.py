@@ -99,7 +99,7 @@ def test_words_go_to_an_executor(
         ),
         (
             ["--local", "2", "--wait"],
-            "--wait: is of --slurm; processes of this machine are waited for",
+            "--wait: for --slurm only; --local always waits; remove --wait",
         ),
         (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
         (

@@ -21,7 +21,7 @@ def test_every_name_stands_in_the_list_once_with_a_line() -> None:
     for group in GROUPS:
         found = verb.entries(group, None)
         assert [e.name for e in found] == Library().choices(group)
-        assert all(e.about and e.file.is_file() and not e.own for e in found)
+        assert all(e.about and e.file.is_file() and not e.origin for e in found)
 
 
 def test_recipes_read_from_source_are_those_that_are_registered() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp8cfg.__main__ import main
-from fp8cfg.cli.rerun import compared
+from fp8cfg.cli.rerun import compare_losses
 from fp8cfg.run_folder.environment import collect_environment, compare_environments
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
@@ -89,12 +89,12 @@ def test_what_a_stranger_wrote_does_not_reach_the_terminal_raw() -> None:
         ),
     ],
 )
-def test_losses_are_compared(
+def test_losses_are_compare_losses(
     then: dict[int, float], now: dict[int, float], lines: list[str]
 ) -> None:
     none: dict[int, float] = {}
     assert (
-        compared(
+        compare_losses(
             {"training loss": then, "validation loss": none},
             {"training loss": now, "validation loss": none},
         )[:-1]
@@ -234,7 +234,7 @@ def test_presets_that_no_word_chooses_are_said_to_change_nothing(
         assert main(["rerun", ".", "--config-dir", "conf", words]) == 0
         assert (
             capsys.readouterr().err.count(
-                "note: --config-dir conf: changes nothing, no word chooses what it has"
+                "note: --config-dir conf: no effect, no override chooses one of its presets"
             )
             == said
         )

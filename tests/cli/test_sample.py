@@ -225,7 +225,10 @@ def test_a_model_that_is_loaded_has_no_float32_original(
             "nowhere: run folder not found; check the path, or list your runs with fp8cfg runs",
         ),
         (["sample", "RUN"], "sample: needs a run folder and a prompt"),
-        (["sample", "RUN", "- item"], "- item: no such option; what is none stands after --"),
+        (
+            ["sample", "RUN", "- item"],
+            "- item: no such option; put text that is no option after --",
+        ),
         (["sample", "RUN", "--", "- item", "x"], "sample: needs a run folder and a prompt"),
         (
             ["sample", "RUN", "x", "--temperature", "nan"],

@@ -157,7 +157,7 @@ REFUSED = [
     ),
     (
         "hydra.searchpath=[/tmp]",
-        ["hydra.searchpath=[/tmp]: not accepted; your presets go to --config-dir FOLDER"],
+        ["hydra.searchpath=[/tmp]: not accepted; pass your presets as --config-dir FOLDER"],
     ),
     ("hydra.nothing=1", ["Could not override 'hydra.nothing'."]),
     (
@@ -195,7 +195,7 @@ REFUSED = [
     (
         "hydra.sweep.subdir=x trainer.seed=1,2",
         [
-            "hydra.sweep.subdir=x: one folder for all of 2 runs; name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"
+            "hydra.sweep.subdir=x: gives all 2 runs one folder; put the run into the name, as in 'hydra.sweep.subdir=${hydra.job.num}'"
         ],
     ),
     ("hydra/launcher=joblb", ["hydra/launcher=joblb: no such choice; did you mean 'joblib'?"]),
@@ -303,7 +303,7 @@ def test_a_folder_that_is_taken_or_cannot_be_written(
     assert main(["-m", f"hydra.sweep.dir={tmp_path}"]) == 2
     assert (
         capsys.readouterr().err
-        == f"error: hydra.sweep.dir={tmp_path}: is not empty; a sweep takes a new folder\n"
+        == f"error: hydra.sweep.dir={tmp_path}: is not empty; set a new folder\n"
     )
     assert main(["-m", f"log.dir={tmp_path / 'file'}"]) == 5
     assert "cannot be written" in capsys.readouterr().err
@@ -354,7 +354,9 @@ def test_the_exit_code_is_1_before_the_largest(
     codes: list[int], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, exit_code in enumerate(codes):
-        multirun.write(tmp_path, number, [f"trainer.seed={number}"], exit_code, "", ran=False)
+        multirun.write_result(
+            tmp_path, number, [f"trainer.seed={number}"], exit_code, "", has_run_folder=False
+        )
     assert multirun.report(tmp_path, "") == code
 
 
@@ -362,13 +364,19 @@ def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_fold
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
-    first = multirun.write(tmp_path, 0, ["trainer.seed=1"], 0, "", ran=True)
-    second = multirun.write(
-        tmp_path, 1, ["trainer.seed=2"], 2, f"{tmp_path}: already contains a run", ran=False
+    first = multirun.write_result(tmp_path, 0, ["trainer.seed=1"], 0, "", has_run_folder=True)
+    second = multirun.write_result(
+        tmp_path,
+        1,
+        ["trainer.seed=2"],
+        2,
+        f"{tmp_path}: already contains a run",
+        has_run_folder=False,
     )
-    assert (first["training_loss"], second["training_loss"]) == (4.0, None) and multirun.read(
-        tmp_path
-    ) == [first, second]
+    assert (first["training_loss"], second["training_loss"]) == (
+        4.0,
+        None,
+    ) and multirun.read_results(tmp_path) == [first, second]
     assert multirun.report(tmp_path, "") == 2
     assert capsys.readouterr().out.splitlines()[3:] == [
         ".       1             4.0000                              0",
@@ -498,7 +506,7 @@ def test_a_signal_stops_the_sweep_after_a_checkpoint(tmp_path: Path) -> None:
             break
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, err
-    assert "error: stopped by a signal; what is not in the table has not run" in err
+    assert "error: stopped by a signal; runs that are not in the table have not started" in err
     (sweep,) = tmp_path.iterdir()
     (job,) = json.loads((sweep / "results.json").read_text())
     assert (

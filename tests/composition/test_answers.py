@@ -212,11 +212,11 @@ ELSEWHERE = {
     (
         "explain",
         "bf16_fp8",
-    ): "bf16_fp8: is no key but a choice; write precision=bf16_fp8 with a key, as in: fp8cfg explain fp8.margin precision=bf16_fp8",
+    ): "bf16_fp8: is a choice, not a key; write precision=bf16_fp8 with a key, as in: fp8cfg explain fp8.margin precision=bf16_fp8",
     (
         "explain",
         "llama_8b",
-    ): "llama_8b: is no key but a choice; write recipe=llama_8b with a key, as in: fp8cfg explain fp8.margin recipe=llama_8b",
+    ): "llama_8b: is a choice, not a key; write recipe=llama_8b with a key, as in: fp8cfg explain fp8.margin recipe=llama_8b",
     (
         "check",
         "accelerate.yaml",
@@ -228,11 +228,11 @@ ELSEWHERE = {
     (
         "check",
         "pretrain.sh",
-    ): "pretrain.sh: is no recipe file; the name of one ends in .yaml or .json; write: fp8cfg import megatron pretrain.sh",
+    ): "pretrain.sh: not a recipe file; its name must end in .yaml or .json; write: fp8cfg import megatron pretrain.sh",
     (
         "check",
         "8b.toml",
-    ): "8b.toml: is no recipe file; the name of one ends in .yaml or .json",
+    ): "8b.toml: not a recipe file; its name must end in .yaml or .json",
     ("check", "typo.yaml"): "typo.yaml:4: fp8.margn: no such key; did you mean 'fp8.margin'?\n"
     "error: typo.yaml:6: trainer.max_steps=ten: expected an integer, got str",
     (

@@ -172,7 +172,7 @@ def test_no_word_makes_hydra_read_files(word: str, capsys: pytest.CaptureFixture
         assert main([*way, word]) == 2
         assert (
             capsys.readouterr().err
-            == f"error: {word}: not accepted; your presets go to --config-dir FOLDER\n"
+            == f"error: {word}: not accepted; pass your presets as --config-dir FOLDER\n"
         )
 
 

@@ -103,7 +103,7 @@ def test_the_template_of_a_file_beside_is_read(folder: Path, tmp_path: Path) -> 
         ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "has no '__class__'"),
         (
             "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}",
-            r"cannot be told apart; put {% generation %}",
+            r"cannot be located; put {% generation %}",
         ),
         ("{{ strftime_now('%Y') }}", "undefined"),
         ("{{ 1 / 0 }}", "fails"),

@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_one_line(pair: Path) -> No
     assert stream[:3].tolist() == [1, 2, 3]
     with pytest.raises(
         DataError,
-        match=r"corpus\.bin: has 6 bytes now, less than 18; it was cut short while it was read$",
+        match=r"corpus\.bin: has 6 bytes now, less than 18; it was truncated during the run$",
     ):
         stream[positions]
 

@@ -79,7 +79,10 @@ def test_what_is_interrupted_leaves_nothing(
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     for name in ("tokens", "chat"):
-        with pytest.raises(DataError, match=f"data source '{name}' has no documents of text"):
+        with pytest.raises(
+            DataError,
+            match=f"data source '{name}' has no documents of text; use text, jsonl, csv, parquet or dataset",
+        ):
             prepare(tmp_path / "out", name, "x", "text", BYTES)
     assert list(tmp_path.iterdir()) == []
 

@@ -204,7 +204,7 @@ def test_a_row_without_text_is_skipped_unless_it_is_the_first(
 def test_what_is_no_shard_is_refused(tmp_path: Path) -> None:
     for kind, says in (
         ("jsonl", "no .jsonl file below this folder"),
-        ("text", "data source 'text' is not read as a stream; jsonl, csv, parquet are"),
+        ("text", "data source 'text' cannot be streamed; use one of jsonl, csv, parquet"),
     ):
         with pytest.raises(DataError, match=says):
             stream(tmp_path, kind=kind)

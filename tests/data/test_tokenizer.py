@@ -84,7 +84,7 @@ def test_truncation_and_padding_of_the_file_are_left_out(folder: Path, tmp_path:
     [
         (
             {"eos_token": None},
-            r'no end token is said; write {"eos_token": "..."} into .*; its special tokens are <\|begin\|>',
+            r'no end token is set; write {"eos_token": "..."} into .*; its special tokens are <\|begin\|>',
         ),
         ({"eos_token": "</s>"}, "does not have the eos_token '</s>' of tokenizer_config.json"),
     ],
@@ -101,7 +101,7 @@ def test_what_is_no_tokenizer_is_refused_in_a_line(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for path, says in (
-        (tmp_path, "no tokenizer.json that tokenizers reads"),
+        (tmp_path, "not a tokenizer.json of the tokenizers library"),
         (tmp_path / "tokeniser.json", "did you mean .*tokenizer.json"),
         (tmp_path / "none" / "x", "no such file or folder"),
     ):

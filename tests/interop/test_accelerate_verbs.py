@@ -140,7 +140,7 @@ def test_files_that_are_none(
             ],
         ),
         (["acelerate", "x"], ["acelerate: no such project; did you mean 'accelerate'?"]),
-        (["accelerate"], ["import accelerate: needs a file, or words after --"]),
+        (["accelerate"], ["import accelerate: needs a file, or arguments after --"]),
         (
             ["accelerate", "nowhere.yaml"],
             ["nowhere.yaml: cannot be read (No such file or directory)"],
@@ -148,7 +148,7 @@ def test_files_that_are_none(
         (["accelerate", "a", "b"], ["import accelerate: b: a second file"]),
         (
             ["accelerate", "a", "--", "b=1"],
-            ["import accelerate: a file, or words after --, and not both"],
+            ["import accelerate: needs a file or arguments after --, not both"],
         ),
         (["accelerate", "--", "mixed_precision"], ["mixed_precision: expected key=value"]),
         (

@@ -62,12 +62,12 @@ def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_words_that_stand_on_the_wrong_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "import", "nemo", "recipe=llama_8b", "fp8=hybrid", "fp8_margin=1") == [
-        "import nemo: needs a file, or words after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"
+        "import nemo: needs a file, or arguments after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"
     ]
     assert refused(
         capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid"
     ) == [
-        "import megatron: flags stand after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"
+        "import megatron: flags go after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"
     ]
     assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == [
         "--outptu: no such option; did you mean '--output'?"

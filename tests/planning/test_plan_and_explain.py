@@ -184,13 +184,13 @@ def test_an_explanation_of_a_recipe_at_hand(capsys: Out) -> None:
         (
             llama_8b(),
             "recipe",
-            "recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names",
+            "recipe: not a key, but a choice by name; `fp8cfg list recipe` shows the names",
         ),
         (llama_8b(), 3, "explain: expected a key such as 'fp8.margin', got int"),
         (
             "recipe=llama_8b",
             "fp8",
-            "explain: expected a Recipe, or a list of words such as ['recipe=llama_8b', 'fp8.margin=1'], got str",
+            "explain: expected a Recipe, or a list of overrides such as ['recipe=llama_8b', 'fp8.margin=1'], got str",
         ),
         (["fp8.margin=x"], "fp8.margin", "fp8.margin=x: expected an integer, got str"),
     ],

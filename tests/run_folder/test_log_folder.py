@@ -94,7 +94,7 @@ def test_fit_does_so_too(tmp_path: Path) -> None:
         ),
         (
             ["sweep", "log.folder=a", "optim.lr=1e-3,1e-4"],
-            "log.folder=a: is of a single run; write hydra.sweep.dir=FOLDER",
+            "log.folder=a: for a single run only; write hydra.sweep.dir=FOLDER",
         ),
         (["export", "slurm", "--slurm", "gpu"], "--slurm gpu: not of the form key=value"),
         (["export", "--slurm", "a=b"], "--slurm: of export slurm alone"),

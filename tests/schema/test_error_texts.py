@@ -29,8 +29,8 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("lst --json", "lst: no such command; did you mean 'list'?"),
     ("help lst", "lst: no such command; did you mean 'list'?"),
     ("lst --help", "lst: no such command; did you mean 'list'?"),
-    ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
-    ("recipe=llama_tiny plan --gpu h100", "plan: a command stands first, as in: fp8cfg plan"),
+    ("recipe=llama_tiny resume", "resume: a command comes first, as in: fp8cfg resume"),
+    ("recipe=llama_tiny plan --gpu h100", "plan: a command comes first, as in: fp8cfg plan"),
     ("recipe=xyz", "recipe=xyz: no such recipe; see fp8cfg list recipe"),
     ("recipe:llama_tiny", "recipe:llama_tiny: not of the form key=value; write recipe=llama_tiny"),
     ("tp=2", "tp: no such key; it belongs to trainer.strategy.tensor_model_parallel_size"),
@@ -44,8 +44,8 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("llama_8b", "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?"),
     ("bf16_fp8", "bf16_fp8: not of the form key=value; did you mean 'precision=bf16_fp8'?"),
     ("reciep", "reciep: not of the form key=value; did you mean 'recipe'?"),
-    ("tests", "tests: is a folder; that of a run is for fp8cfg resume, rerun and diff"),
-    ("README.md", "README.md: is no recipe file; the name of one ends in .yaml or .json"),
+    ("tests", "tests: is a folder; run folders are for fp8cfg resume, rerun and diff"),
+    ("README.md", "README.md: not a recipe file; its name must end in .yaml or .json"),
     ("check --jsno", "--jsno: no such option; did you mean '--json'?"),
     ("plan --tre", "--tre: no such option; did you mean '--tree'?"),
     ("--multrun", "--multrun: no such option; did you mean '--multirun'?"),
@@ -159,11 +159,11 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("hydra.run.dri=x", "hydra.run.dri=x: no such setting of Hydra; did you mean 'hydra.run.dir'?"),
     (
         "hydra.verbose=true",
-        "hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it",
+        "hydra.verbose=true: does nothing in a single run; use it with -m, --cfg or --info",
     ),
     (
         "hydra/launcher=basic",
-        "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it",
+        "hydra/launcher=basic: does nothing in a single run; use it with -m, --cfg or --info",
     ),
     # all at once: options, verbs and words
     (
@@ -185,7 +185,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     (
         "hydra.verbose=true fp8.margn=1",
         [
-            "hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it",
+            "hydra.verbose=true: does nothing in a single run; use it with -m, --cfg or --info",
             "fp8.margn: no such key; did you mean 'fp8.margin'?",
         ],
     ),

@@ -214,7 +214,7 @@ def spiky(path: Path, *words: str) -> fp8cfg.Recipe:
     )
     batches, _ = run_data(recipe)
     numbers = np.array([(GARBAGE - 1) * batches.global_batch_size + 1])
-    (start,) = batches.samples.drawn(numbers, batches.seed).tolist()
+    (start,) = batches.samples.draw(numbers, batches.seed).tolist()
     garbage = np.random.default_rng(1).integers(0, 256, 32)
     tokens[(start + np.arange(32)) % len(batches.samples.tokens)] = garbage
     write_indexed(path, [tokens], 272)

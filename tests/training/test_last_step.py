@@ -64,7 +64,7 @@ def damaged(good: Path, path: Path) -> Path:
     """Tokens of which one is outside of the vocabulary: in the last sample of step BAD + 1, which the last rank reads."""
     batches, _ = run_data(fp8cfg.compose(words(good)))
     size = batches.global_batch_size
-    (start,) = batches.samples.drawn(np.array([(BAD + 1) * size - 1]), batches.seed).tolist()
+    (start,) = batches.samples.draw(np.array([(BAD + 1) * size - 1]), batches.seed).tolist()
     tokens = np.fromfile(f"{good}.bin", dtype=np.uint16)
     tokens[(start + 1) % len(batches.samples.tokens)] = 60_000
     write_indexed(path, [tokens], VOCABULARY)
