@@ -2,7 +2,7 @@
 
 start_ranks    starts a rank on each GPU, unless a launcher has started this process
 launch         prints the plan, rejects it or trains: runs.opened_run -> runs.train_job
-resume         runs.resume_run -> launch
+resume         training.resume.resume_run -> launch
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fp8cfg.training.signals import ranks_meeting, waiting_to_stop
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import World
     from fp8cfg.training.loop import Loaded
-    from fp8cfg.training.runs import CheckpointChoice, OpenFolder
+    from fp8cfg.training.resume import CheckpointChoice, OpenFolder
 
 UNKNOWN_NODE = "FIRST_NODE"
 """Placeholder in a command line for the name of the first node."""
@@ -310,7 +310,8 @@ def resume(
     is_first = _is_first_rank()
     say = messages.say if is_first else _say_nothing
     with RunFolder.open(path, lock=is_first) as folder:
-        from fp8cfg.training import runs  # loads torch: a path without a run is an error before
+        # Inside, because it loads torch: a path without a run is an error before.
+        from fp8cfg.training.resume import NEWEST, resume_run
 
         def launch_recipe(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> int:
             """Trains with the recipe of one checkpoint."""
@@ -321,9 +322,7 @@ def resume(
 
             return launch(recipe, open_folder, loaded, whole_line, takes, is_short=True)
 
-        return runs.resume_run(
-            folder, change, launch_recipe, say, allow, choice or runs.NEWEST, is_restart
-        )
+        return resume_run(folder, change, launch_recipe, say, allow, choice or NEWEST, is_restart)
 
 
 def cut_to_ranks(recipe: Recipe) -> Recipe:

@@ -42,7 +42,7 @@ Options:
 
 def run(argv: list[str]) -> int:
     """Resumes a run and returns the exit code."""
-    from fp8cfg.training import runs
+    from fp8cfg.training.resume import CheckpointChoice, newest_recipe
 
     arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8", VERBOSE))
     add_verbose(arguments)
@@ -51,11 +51,11 @@ def run(argv: list[str]) -> int:
     path = Path(arguments.plain[0])
     config_dir = arguments.one("--config-dir")
     allow = arguments.options.get("--allow", [])
-    choice = runs.CheckpointChoice(
+    choice = CheckpointChoice(
         _read_step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
     )
     with RunFolder.open(arguments.plain[0], lock=False) as folder:
-        before, step = runs.newest_recipe(folder, choice)
+        before, step = newest_recipe(folder, choice)
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides on top of the checkpoint's."""
