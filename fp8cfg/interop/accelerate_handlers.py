@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fp8cfg.interop.accelerate import (
-    ACCELERATE,
+from fp8cfg.interop.accelerate import ACCELERATE
+from fp8cfg.interop.accelerate_backends import (
     BACKENDS,
     CAVEATS,
     HANDLER_ENTRIES,

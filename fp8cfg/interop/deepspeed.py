@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8cfg.interop.accelerate import (
+from fp8cfg.interop.accelerate_backends import (
     SHARDS,
     ZERO_STAGES,
     list_level_remarks,
@@ -31,7 +31,7 @@ from fp8cfg.interop.key_table import (
     same_value,
     switch_for,
 )
-from fp8cfg.interop.megatron import computes_in_fp16, reject_conflicts
+from fp8cfg.interop.megatron_core import computes_in_fp16, reject_conflicts
 
 _LEVELS = {"o1": "O1", "o2": "O2", "o3": "O3"}
 _NUMBERS = {

@@ -14,12 +14,12 @@ from fp8cfg.interop.key_table import (
     read_only,
     switch_for,
 )
-from fp8cfg.interop.megatron import (
+from fp8cfg.interop.megatron import JOB_UNSUPPORTED
+from fp8cfg.interop.megatron_core import (
     CAVEATS,
     DYNAMIC_LOSS_SCALE,
     FP8_WGRAD,
     GRAD_REDUCE_IN_FP32,
-    JOB_UNSUPPORTED,
     OFF,
     REASONS,
     REUSE_GRAD_BUFFER,

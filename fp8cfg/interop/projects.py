@@ -29,7 +29,8 @@ from fp8cfg.interop.source_files import (
     shell_reader,
     source_of_mapping,
 )
-from fp8cfg.interop.torchtitan import TORCHTITAN, read_configuration
+from fp8cfg.interop.torchtitan import TORCHTITAN
+from fp8cfg.interop.torchtitan_python import read_configuration
 from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import export_recipe, import_settings, with_source
 from fp8cfg.schema import __version__

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fp8cfg.interop.accelerate import read_linear_override
+from fp8cfg.interop.accelerate_backends import read_linear_override
 from fp8cfg.interop.key_table import (
     AMAX_COMPUTE_ALGOS,
     FORMATS,

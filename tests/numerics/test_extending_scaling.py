@@ -102,8 +102,8 @@ def test_what_the_added_scaling_is_refused_with(copied: Path, words: str, line: 
 
 
 OF_THEIR_OWN = {
-    "interop/accelerate.py": 1,
-    "interop/megatron.py": 2,
+    "interop/accelerate_backends.py": 1,
+    "interop/megatron_core.py": 2,
     "models/hf_export.py": 3,
     "cli/export.py": 1,
 }
