@@ -1,7 +1,7 @@
 """Import and export of recipes: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM,
 torchtitan, torchao and Transformer Engine.
 
-Each function also returns remarks on everything that has no equivalent on the other side.
+Each function also returns remarks on settings without an equivalent on the other side.
 """
 
 from __future__ import annotations

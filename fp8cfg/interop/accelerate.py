@@ -97,6 +97,7 @@ def _write_mixed_precision(values: Values) -> str:
 def _write_distributed_type(values: Values) -> str:
     if _uses_fsdp(values):
         return "FSDP"
+    # Accelerate has ZeRO-1 and ZeRO-2 only through DeepSpeed.
     if values["storage.shard"] != "none":
         return "DEEPSPEED"
     return "MULTI_GPU" if _num_processes(values) > 1 else "NO"
@@ -107,7 +108,7 @@ def _write_dynamo_backend(values: Values) -> Any:
 
 
 def _write_shard_size(values: Values) -> Any:
-    """Returns the number of ranks that share the weights of one replica."""
+    """Returns the number of ranks for the shards of one replica."""
     if not _uses_fsdp(values):
         return OMIT
     other_ranks = 1
@@ -117,7 +118,7 @@ def _write_shard_size(values: Values) -> Any:
 
 
 def _read_clipping(value: Any) -> dict[str, Any]:
-    if value == "auto":
+    if value == "auto":  # max_grad_norm of the Trainer
         return {}
     return {"trainer.gradient_clip_val": parse_float(value)}
 
@@ -359,7 +360,7 @@ def _resolve_ranks(settings: dict[str, Any]) -> list[str]:
 
 
 def _list_backend_remarks(settings: Values, backend: str | None) -> list[str]:
-    """Returns a remark on what the FP8 backend does differently, or on a missing backend."""
+    """Returns a remark on a difference of the FP8 backend, or on a missing backend."""
     if _BACKEND not in settings:
         return [
             "fp8_config.backend is missing: Accelerate uses the first installed of torchao (current"

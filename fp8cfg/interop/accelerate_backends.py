@@ -54,6 +54,7 @@ def find_backend(values: Values) -> str:
     """Returns Accelerate's name of the backend for a recipe, "" without FP8."""
     if not runs_fp8(values):
         return ""
+    # In Accelerate only MS-AMP has levels.
     if values["backend"] == "msamp" or (values["backend"] == "auto" and values["opt_level"]):
         return "MSAMP"
     return SCALINGS[values["fp8.scaling"]].accelerate or "TE"
@@ -141,7 +142,7 @@ HANDLER_ENTRIES = (
 
 
 def drop_fields_of_other_backends(settings: dict[str, Any], prefix: str = "") -> list[str]:
-    """Removes fields that the chosen backend does not read, and returns a remark on each.
+    """Removes the fields of other backends than the chosen one. Returns a remark on each.
 
     Args:
         settings: Settings of a file or a handler. Changed in place.
@@ -189,7 +190,7 @@ def first_layer_remark(setting: str) -> str:
 
 
 def list_torchao_remarks() -> list[str]:
-    """Returns a remark on a recipe that is exported for torchao."""
+    """Returns the remark on an export for torchao."""
     return [
         f"fp8.scaling=current: exported, but {_SKIPS_FIRST_LAYER}; pass your own filter to change it"
         " (AORecipeKwargs.module_filter_func)"

@@ -46,6 +46,7 @@ _NEEDS_FSDP = "has no effect without FSDP, which a handler does not set; set sto
 
 def _prepare(settings: dict[str, Any]) -> list[str]:
     remarks = drop_fields_of_other_backends(settings)
+    # A filter from the user replaces the one that skips the first layer.
     is_torchao = str(settings["backend"]).upper() == "AO"
     if is_torchao and "module_filter_func" not in settings:
         remarks.append(first_layer_remark(format_setting("backend", settings["backend"])))

@@ -85,6 +85,7 @@ def _read_scale_power(value: Any) -> dict[str, Any]:
 
 
 def _write_scale_power(values: Values) -> Any:
+    # DeepSpeed has only integer powers of two.
     power = math.log2(values["precision.initial_loss_scale"])
     return int(power) if power.is_integer() and power >= 0 else OMIT
 
@@ -97,6 +98,7 @@ def _read_msamp(value: Any) -> dict[str, Any]:
 
 
 def _write_optimizer(values: Values) -> Any:
+    # Other optimizers of a recipe have no type in DeepSpeed.
     return {"adamw": "AdamW", "adam": "Adam"}.get(values["optim.name"], OMIT)
 
 
@@ -148,6 +150,7 @@ def _prepare(settings: dict[str, Any]) -> list[str]:
 def _list_export_remarks(values: Values) -> list[str]:
     if not _has_level(values):
         return []
+    # MS-AMP implements O3 in its ZeRO optimizer.
     if values["opt_level"] == "O3" and values["storage.shard"] == "none":
         return [
             "opt_level=O3: exported, but MS-AMP needs ZeRO for it; set storage.shard=zero1 or zero2"

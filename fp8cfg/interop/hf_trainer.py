@@ -1,4 +1,4 @@
-"""TrainingArguments of transformers' Trainer: which of them count, and which contradict a recipe.
+"""TrainingArguments of transformers' Trainer, and their conflicts with a recipe.
 
 A Trainer with an optimizer and a scheduler silently ignores its own learning rate, warmup and so on.
 It does apply its clipping and precision, in addition to the job's.
@@ -23,7 +23,7 @@ _PRECISION_ARGUMENTS = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 def adapt_arguments(recipe: Recipe, args: Any, max_steps: int, is_clipped: bool) -> None:
     """Checks a Trainer's arguments against the recipe, and turns off its clipping.
 
-    Logs which of the two sets which values.
+    Logs the source of each setting: the recipe or the arguments.
 
     Args:
         recipe: The recipe of the job.
@@ -32,7 +32,7 @@ def adapt_arguments(recipe: Recipe, args: Any, max_steps: int, is_clipped: bool)
         is_clipped: Whether the Trainer has already clipped gradients.
 
     Raises:
-        ConfigError: With one line for each argument that contradicts the recipe.
+        ConfigError: With one line for each conflict.
     """
     refuse_if(
         [
@@ -76,9 +76,9 @@ def make_callback(recipe: Recipe, optimizer: Any) -> Any:
 
 
 def find_running_trainer() -> Any | None:
-    """Returns the transformers.Trainer whose training loop called this function, or None.
+    """Returns the transformers.Trainer around this call, or None.
 
-    A job's optimizer has no other way to notice that a Trainer without the callback runs it.
+    A Trainer without the callback calls only the job's optimizer. The call stack reveals it.
     """
     module = sys.modules.get("transformers.trainer")
     if module is None:
@@ -95,7 +95,7 @@ def find_running_trainer() -> Any | None:
 
 
 def _optimizer_problems(recipe: Recipe, args: Any, max_steps: int) -> list[str]:
-    """Returns an error for each argument that was changed to another value than the recipe's."""
+    """Returns an error for each changed argument with another value than the recipe's."""
     optim = recipe.optim
     decay_style = str(_plain(args.lr_scheduler_type))
     optimizer_name = str(_plain(args.optim))
@@ -117,7 +117,7 @@ def _optimizer_problems(recipe: Recipe, args: Any, max_steps: int) -> list[str]:
         "optim": ("optim.name", optim.name, optimizer_name),
         "weight_decay": ("optim.weight_decay", optim.weight_decay, args.weight_decay),
     }
-    if optim.name != "sgd":
+    if optim.name != "sgd":  # has no betas and no eps
         comparisons |= {
             "adam_beta1": ("optim.betas[0]", optim.betas[0], args.adam_beta1),
             "adam_beta2": ("optim.betas[1]", optim.betas[1], args.adam_beta2),
@@ -146,9 +146,9 @@ def _step_problems(recipe: Recipe, max_steps: int) -> list[str]:
 
 
 def _precision_problems(recipe: Recipe, args: Any) -> list[str]:
-    """Returns an error for each argument that turns on torch.autocast or casts the model.
+    """Returns an error for each argument for torch.autocast or for a cast of the model.
 
-    bf16=True is accepted for a bf16 job, which has the same autocast. TRL sets it by default.
+    bf16=True is accepted for a bf16 job: the autocast is the same. TRL sets it by default.
     """
     compute = recipe.precision.compute
     return [

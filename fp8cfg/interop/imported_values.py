@@ -34,7 +34,7 @@ PARALLEL_SIZES = (
     "trainer.strategy.context_parallel_size",
 )
 NOT_IN_SOURCE = "not in the source"
-"""Part of each remark on a value that the source does not have."""
+"""Part of each remark on a value that is missing in the source."""
 
 _LINEAR_OVERRIDES = tuple(
     f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad")
@@ -73,7 +73,7 @@ def changed_keys(values: Values) -> list[str]:
 
 
 def drop_ineffective_values(values: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Removes values that the other project ignores, because a recipe would reject them."""
+    """Removes values without effect. The other project ignores them, a recipe rejects them."""
     remarks = []
     for key in list(values):
         reason = _why_ineffective(key, values)
@@ -116,7 +116,7 @@ def _why_ineffective(key: str, values: Values) -> str | None:
 
 
 def apply_backend(values: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Adds the fixed behavior of the backend. Replaces a backend that lacks a requested feature."""
+    """Adds the fixed behavior of the backend. Replaces a backend without a requested feature."""
     remarks = []
     if values.get("storage.shard") == "fsdp":
         remarks += _drop_storage_under_fsdp(values, origins)
@@ -129,7 +129,7 @@ def apply_backend(values: dict[str, Any], origins: Mapping[str, str]) -> list[st
 
 
 def find_contradictions(values: Values, origins: Mapping[str, str]) -> list[str]:
-    """Returns an error if MS-AMP is combined with sharded weights, which MS-AMP lacks too."""
+    """Returns an error for MS-AMP with sharded weights. MS-AMP itself does not support them."""
     uses_msamp = values.get("backend") == "msamp" or values.get("opt_level")
     if not (values.get("fp8.enabled") and uses_msamp and values.get("storage.shard") == "fsdp"):
         return []
@@ -142,7 +142,7 @@ def find_contradictions(values: Values, origins: Mapping[str, str]) -> list[str]
 
 
 def _drop_storage_under_fsdp(values: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Removes dtypes that FSDP2 does not support."""
+    """Removes dtypes without support in FSDP2."""
     supported: dict[str, tuple[str, ...]] = {
         f"storage.{column}": (dtype,) for column, dtype in FSDP_COLUMNS.items()
     }
@@ -214,6 +214,7 @@ def _drop_compile(values: dict[str, Any], origins: Mapping[str, str]) -> list[st
     backend = values.get("backend", "auto")
     if values.get("trainer.compile") != "on" or capabilities(backend).compiles:
         return []
+    # auto, the default, does not compile such a backend. on would be an error.
     del values["trainer.compile"]
     setting = origins.get("trainer.compile", "trainer.compile=on")
     return [f"{setting}: layers of backend={backend} are not compiled here"]
@@ -245,11 +246,11 @@ def backend_reason(key: str, values: Values, imported: Values) -> str:
     return ""
 
 
-# Sizes that the source does not have.
+# Sizes without a setting in the source.
 
 
 def fit_gpus(recipe: Recipe, values: Values) -> list[str]:
-    """Sets the number of GPUs to the product of the parallel sizes, if that is not possible yet.
+    """Sets the number of GPUs to the product of the parallel sizes, unless it is a multiple already.
 
     GPUs from the source stay. Without parallel sizes in the source nothing changes.
     """
@@ -259,7 +260,7 @@ def fit_gpus(recipe: Recipe, values: Values) -> list[str]:
         return []
     nodes, devices = trainer.num_nodes, trainer.devices
     if "trainer.devices" not in values:
-        devices = gcd(size, 8)
+        devices = gcd(size, 8)  # a node has 8 GPUs
         if "trainer.num_nodes" in values:
             devices = size // nodes
     if "trainer.num_nodes" not in values:
@@ -277,7 +278,7 @@ def fit_gpus(recipe: Recipe, values: Values) -> list[str]:
 
 
 def fit_batch_sizes(recipe: Recipe, values: Values) -> list[str]:
-    """Fits a batch size that the source does not have to the number of ranks."""
+    """Fits a batch size to the number of ranks, if it is missing in the source."""
     trainer = recipe.trainer
     replicas = max(trainer.num_nodes * trainer.devices // trainer.strategy.size, 1)
     if trainer.global_batch_size % (trainer.micro_batch_size * replicas) == 0:
@@ -298,7 +299,7 @@ def fit_batch_sizes(recipe: Recipe, values: Values) -> list[str]:
 
 
 def fit_warmup(recipe: Recipe, values: Values) -> list[str]:
-    """Shortens a warmup that the source does not have to the number of steps."""
+    """Shortens the warmup to the number of steps, if it is missing in the source."""
     optim, max_steps = recipe.optim, recipe.trainer.max_steps
     longest = max(max_steps - optim.constant_steps, 0)
     if "optim.warmup_steps" in values or optim.warmup_steps <= longest:
@@ -312,7 +313,7 @@ def fit_warmup(recipe: Recipe, values: Values) -> list[str]:
 def exclude_output_layer(recipe: Recipe) -> list[str]:
     """Takes the output layer out of FP8 if its sizes do not allow FP8.
 
-    Other projects convert all linear layers and skip the ones that do not fit.
+    Other projects convert all linear layers, and skip a layer with unsupported sizes.
     """
     if not recipe.fp8.output_layer:
         return []

@@ -358,6 +358,7 @@ def _find_plugin(data: Mapping[str, Any]) -> str | None:
 def _combine_fp8_switches(flat: dict[str, Any]) -> set[str]:
     """Replaces NeMo 1's switches by the name of the format. Returns the keys of the switches."""
     keys = ("model.fp8_e4m3", "model.fp8_hybrid", "model.transformer_engine")
+    # NeMo 1 has fp8: True with a switch for each format. Newer files have the format itself.
     if flat.get("model.fp8") is True:
         flat["model.fp8"] = "e4m3" if flat.get("model.fp8_e4m3") else "hybrid"
     return {key for key in keys if key in flat}
@@ -383,7 +384,7 @@ def _without_classes(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def combine_model_settings(settings: dict[str, Any]) -> list[str]:
-    """Combines settings of the model that depend on each other, in place. Returns remarks."""
+    """Combines dependent settings of the model in place. Returns remarks."""
     # Megatron-Bridge has a function and a switch for its gate.
     is_gated = settings.pop("gated_linear_unit", None)
     function = settings.pop("activation_func", None)

@@ -1,11 +1,11 @@
-"""Key table of another project: its keys, and the recipe values that they mean.
+"""Key table of another project: its keys with their meaning in a recipe.
 
 A table works in both directions. `Entry.read` converts a setting of the project to recipe values
 and `Entry.write` converts recipe values to a setting. `translation` applies a table to a
 configuration or a recipe.
 
 Two kinds of data in this package:
-    settings: What the other project's configuration has, by its keys.
+    settings: Values in the other project's configuration, by its keys.
     values: Recipe values by short keys, such as {"fp8.margin": 1}.
 """
 
@@ -25,7 +25,7 @@ Values = Mapping[str, Any]
 TYPO_SIMILARITY = 0.8
 """Least similarity (difflib) of a key and its misspelling."""
 OMIT = object()
-"""Result of `Entry.write` for a key that the configuration does not need."""
+"""Result of `Entry.write` for an unnecessary key."""
 
 FORMATS = {name: name for name in ("hybrid", "e4m3")}
 AMAX_COMPUTE_ALGOS = {name: name for name in ("max", "most_recent")}
@@ -71,7 +71,7 @@ class Unsupported(NamedTuple):
 
     Attributes:
         reason: Text of the remark on the key.
-        usual: Settings that need no remark, such as the project's default.
+        usual: Settings without a remark, such as the project's default.
     """
 
     reason: str
@@ -88,13 +88,13 @@ class KeyTable:
         aliases: Other names of these keys.
         defaults: The project's defaults where they differ from the recipe's.
         unsupported: Keys without a recipe key. A name with a dot at the end is a full section.
-        prepare: Called before `entries`. Resolves settings that depend on each other in place and
-            returns remarks. Raises ConfigError for settings that exclude each other.
-        export_errors: Returns errors for recipes that the project cannot express.
-        reasons: Reasons why recipe keys are not exported. A name with a dot at the end is a node.
-        caveats: Recipe keys that the project reads and then ignores or changes.
-        extra_keys: Recipe keys outside of precision that the project has too.
-        export_remarks: Returns remarks on values that work differently in the project.
+        prepare: Called before `entries`. Resolves dependent settings in place and returns remarks.
+            Raises ConfigError for conflicts between settings.
+        export_errors: Returns errors for recipes beyond the project's features.
+        reasons: Reasons against the export of recipe keys. A name with a dot at the end is a node.
+        caveats: Recipe keys with a counterpart that the project ignores or changes.
+        extra_keys: Recipe keys outside of precision with a counterpart in the project.
+        export_remarks: Returns remarks on values with another effect in the project.
         find_section_key: Returns the table's name of a key in a section of a job, or None.
     """
 
@@ -133,7 +133,7 @@ class KeyTable:
         return None
 
     def suggest_key(self, key: str) -> str | None:
-        """Returns the key that the user may have meant by an unknown one, or None."""
+        """Returns the key that was probably meant by an unknown one, or None."""
         typo = self.most_similar_key(key, TYPO_SIMILARITY)
         if typo:
             return typo
@@ -145,7 +145,7 @@ class KeyTable:
         return self.most_similar_key(key, 0.6)
 
     def most_similar_key(self, key: str, cutoff: float) -> str | None:
-        """Returns the key that is most similar to an unknown one, or None.
+        """Returns the most similar key to an unknown one, or None.
 
         Args:
             key: The unknown key.
@@ -186,8 +186,8 @@ class Read(NamedTuple):
 
     Attributes:
         recipe: The recipe. Its rules are not checked yet.
-        lost: Remarks on settings that were not imported, or are only partly the same.
-        unknown: Remarks on keys that the other project does not have.
+        lost: Remarks on settings without an equivalent, or with a slightly different one.
+        unknown: Remarks on keys that do not exist in the other project.
     """
 
     recipe: Recipe
@@ -200,7 +200,7 @@ class Written(NamedTuple):
 
     Attributes:
         value: Settings by key, or an object of the project's library.
-        lost: Remarks on recipe keys that were not exported, or are only partly the same.
+        lost: Remarks on recipe keys without an equivalent, or with a slightly different one.
     """
 
     value: Any
@@ -224,7 +224,7 @@ _TRUTH = {
 
 
 def parse_bool(value: Any) -> bool:
-    """Accepts the texts that the parsers of Python and Accelerate accept."""
+    """Accepts the same texts as the parsers of Python and Accelerate."""
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -249,7 +249,7 @@ def parse_int(value: Any) -> int:
 def parse_float(value: Any, expected: str = "a number") -> float:
     """Parses a finite number. `expected` is for the error message."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # an int in Python
             raise ValueError
         result = float(str(value).strip())
         if not math.isfinite(result):
@@ -292,7 +292,7 @@ def same_value(
 
 
 def inverse_switch(key: str, recipe_key: str, applies: Callable[[Values], bool] = always) -> Entry:
-    """A switch that is on if the recipe key is off."""
+    """A switch with the opposite meaning of the recipe key."""
     return Entry(
         key,
         read=lambda setting: {recipe_key: not parse_bool(setting)},
@@ -302,7 +302,7 @@ def inverse_switch(key: str, recipe_key: str, applies: Callable[[Values], bool] 
 
 
 def switch_for(key: str, recipe_key: str, value: Any) -> Entry:
-    """A switch that sets the recipe key to `value` if it is on, and sets nothing if it is off."""
+    """A switch for one value of the recipe key. If it is off, the recipe key stays."""
     return Entry(
         key,
         read=lambda setting: {recipe_key: value} if parse_bool(setting) else {},
@@ -337,14 +337,14 @@ def renamed_choice(
 
 
 def read_only(key: str, read: Callable[[Any], dict[str, Any]]) -> Entry:
-    """A key that is imported but never written, because another key has the same meaning."""
+    """A key for imports. Another key with the same meaning is exported."""
     return Entry(key, read, write=lambda values: OMIT)
 
 
 def write_only(
     key: str, write: Callable[[Values], Any], applies: Callable[[Values], bool] = always
 ) -> Entry:
-    """A key that the project requires and that adds nothing to the other keys."""
+    """A key for exports. It is required by the project, and follows from other keys."""
     return Entry(key, read=lambda setting: {}, write=write, applies=applies)
 
 
@@ -375,7 +375,7 @@ def flatten_keys(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unread_remark(names: Sequence[str]) -> list[str]:
-    """Returns one remark on the parts of a source that no importer reads, or none."""
+    """Returns one remark on the unread parts of a source, or none."""
     if not names:
         return []
     return [f"{', '.join(printable(name) for name in names)}: not read"]

@@ -39,7 +39,7 @@ _FP8_RECIPES = {
     if scaling.megatron and scaling.bits == 8
 }
 OFF = (None, False, "", "none", "None", "null")
-"""Settings of a format that switch it off."""
+"""Settings of the FP8 or FP4 format for neither of them."""
 
 
 def computes_in_fp16(values: Values) -> bool:
@@ -47,6 +47,7 @@ def computes_in_fp16(values: Values) -> bool:
 
 
 def _runs_fp4_in_megatron(values: Values) -> bool:
+    # For Megatron NVFP4 is no FP8, and has its own fields.
     return runs_fp8(values) and SCALINGS[values["fp8.scaling"]].bits == 4
 
 
@@ -185,6 +186,7 @@ def _read_reduce_dtype(value: Any) -> dict[str, Any]:
 
 
 def _write_reduce_in_fp32(values: Values) -> Any:
+    # The switch can express these two dtypes only.
     if values["storage.comm"] == values["precision.compute"]:
         return False
     if values["storage.comm"] == "fp32":
@@ -201,7 +203,7 @@ GRAD_REDUCE_IN_FP32 = Entry(
 
 
 def resolve_grad_reduce_dtype(settings: dict[str, Any], compute: str) -> None:
-    """Replaces grad_reduce_in_fp32 by the dtype that it means, or removes the recipe's default."""
+    """Replaces grad_reduce_in_fp32 by its dtype, or removes it for the recipe's default."""
     text = str(settings.get("grad_reduce_in_fp32")).lower()
     if text not in ("true", "false"):
         return

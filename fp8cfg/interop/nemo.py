@@ -65,6 +65,7 @@ def _prepare(settings: dict[str, Any]) -> list[str]:
     remarks = drop_inactive_fields(settings, default_layers=(0, 0))
     named_dtype = _named_dtype(settings)
     compute = named_dtype or find_compute_dtype(settings)
+    # Without any precision the plugin computes in float32.
     if settings.get("precision") in OFF and compute == "fp32":
         settings["fp32"] = True
     resolve_grad_reduce_dtype(settings, compute)

@@ -157,6 +157,7 @@ class _JobReader:
                     scheme = ast.unparse(keyword.value).strip("'").lower()
             if scheme not in ("lora", "none"):
                 raise ConfigError(f"peft_scheme={scheme}: not supported; set task=lora or task=sft")
+            # Full fine-tuning has no PEFT scheme.
             return "sft" if scheme == "none" else "lora"
         return None
 

@@ -1,4 +1,4 @@
-"""Projects of `fp8cfg import` and `fp8cfg export`: the sources that each is read from, and its files."""
+"""Projects of `fp8cfg import` and `fp8cfg export`, with their readers and writers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _to_yaml(written: Written) -> str:
 
 
 def _to_bridge_yaml(written: Written) -> str:
-    """Returns the section of a run's YAML file that Megatron-Bridge reads precision from."""
+    """Returns the precision section of Megatron-Bridge's YAML file."""
     return dump_yaml({"mixed_precision": written.value})
 
 
@@ -196,7 +196,7 @@ def _split_function(project: Project, path: Path) -> tuple[Path, str]:
 
 
 def recipe_of_file(name: str, path: Path) -> str | None:
-    """Returns the fp8cfg recipe that a file of the project builds on, or None.
+    """Returns the fp8cfg recipe behind a file of the project, or None.
 
     A NeMo file with `llm.llama3_8b.pretrain_recipe()` builds on llama3_8b.
     """
@@ -225,6 +225,7 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
     project = find_project(name)
     if project.has_presets and len(words) == 1 and "=" not in words[0]:
         return _import_source(project, Source({}, preset=words[0]), base)
+    # A shell may have split the call at its spaces.
     if project.read_call and "(" in words[0]:
         return project.read_call(join_arguments(words), base)
     if project.read_text:
@@ -236,7 +237,7 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 
 
 def _import_source(project: Project, source: Source, base: Recipe | None) -> Read:
-    """Imports a source. Everything that is not imported gets a remark."""
+    """Imports a source. All other parts of it get a remark."""
     table = project.key_table
     if base is None and source.recipe is not None:
         base = named(source.recipe)

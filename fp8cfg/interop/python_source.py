@@ -38,7 +38,7 @@ def read_call(
     Args:
         text: Python with exactly one such call.
         class_names: Names of the classes.
-        kind: What the classes are, for the error message.
+        kind: Common name of the classes, for the error message.
         only: The keywords to read. Empty for all.
 
     Returns:
@@ -116,6 +116,7 @@ def last_name(node: ast.expr) -> str:
 
 def parse_literal(node: ast.expr) -> Any:
     """Returns the value of a literal, "HYBRID" for `Format.HYBRID`. Raises ValueError."""
+    # An enum of Transformer Engine, the only name that counts as a literal.
     if isinstance(node, ast.Attribute) and last_name(node.value) == "Format":
         return node.attr
     return ast.literal_eval(node)
@@ -156,7 +157,7 @@ def shorten(text: str) -> str:
 
 
 def find_constants(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Returns the values of all names that the statements assign exactly once.
+    """Returns the values of all names with exactly one assignment.
 
     Names of loops and nested functions count as assignments too, but have no constant value.
     """
@@ -323,17 +324,16 @@ class ItemReader:
                 yield Item(keyword_path, keyword.value, shorten(text), is_certain)
 
     def _is_result_of_call(self, value: ast.expr) -> bool:
-        """Returns whether a value is a variable with a call, which has items of its own."""
+        """Returns whether a value is a variable with a call. The call has its own items."""
         return isinstance(value, ast.Name) and value.id in self.calls
 
 
 def list_unread_items(tree: ast.AST, read_positions: Container[tuple[int, int]]) -> list[str]:
-    """Returns the settings of a file that an importer did not read, as text.
+    """Returns the unread settings of a file, as text.
 
     Args:
         tree: The file.
-        read_positions: Positions of the values that the importer read. An item is read if it
-            contains one of them.
+        read_positions: Positions of the values that were read. An item with one of them is read.
     """
     texts: list[str] = []
     for item in ItemReader(tree, find_section=lambda name: None).items:
@@ -348,7 +348,7 @@ def list_unread_items(tree: ast.AST, read_positions: Container[tuple[int, int]])
 def list_unread_besides_call(
     text: str, class_names: Container[str], only: tuple[str, ...] = ()
 ) -> list[str]:
-    """Returns the settings of a file that `read_call` did not read. Has its arguments."""
+    """Returns the settings of a file beyond those of `read_call`, with the same arguments."""
     tree = parse_python(text)
     positions: set[tuple[int, int]] = set()
     for node in ast.walk(tree):

@@ -26,6 +26,7 @@ SWIFT_COMMAND = re.compile(rf"{_ENVIRONMENT}megatron\s+(sft|pt|rlhf)\b", re.MULT
 
 def describe_other_project(name: str, data: Mapping[str, Any]) -> str:
     """Returns the error for a file of another project, "" if it may be a file of `name`."""
+    # Projects share keys, so a file can match several of them.
     matches = matching(data)
     if not matches or any(signature.verb == name for signature in matches):
         return ""
@@ -33,7 +34,7 @@ def describe_other_project(name: str, data: Mapping[str, Any]) -> str:
 
 
 def describe_other_command(text: str) -> str:
-    """Returns the error for a script that starts another project's trainer, "" for others."""
+    """Returns the error for a script with another project's trainer, "" for others."""
     for pattern, (project, name) in COMMANDS.items():
         if re.search(rf"{_ENVIRONMENT}{pattern}\b", text, re.MULTILINE):
             return _describe(project, name, "command")

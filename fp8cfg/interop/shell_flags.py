@@ -16,7 +16,7 @@ FLAG = re.compile(r"--([A-Za-z][\w-]*)(=.*)?", re.DOTALL)
 SEVERAL_WORDS = re.compile(
     r"[@*]|\+.*--|ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA", re.DOTALL | re.IGNORECASE
 )
-"""Expansions that probably consist of several words, by their syntax or name."""
+"""Expansions with several words, to judge by their syntax or name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Flag:
 
     @property
     def condition(self) -> int:
-        """Line of the control flow that decides about the flag or its value, or 0."""
+        """Line of the control flow around the flag or its value, or 0."""
         if self.word.condition or self.value is None:
             return self.word.condition
         return self.value.condition
@@ -51,7 +51,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class _ParsedCommand:
-    """Flags of a command, with the unexpanded words that may contain more flags."""
+    """Flags of a command, and unexpanded words with possibly more flags."""
 
     condition: int
     flags: list[Flag]
@@ -63,16 +63,16 @@ def read_flags(
 ) -> tuple[dict[str, Any], list[str]]:
     """Reads the flags of a shell script or of a command line.
 
-    This includes flags in quoted text, and in arrays and variables that the script sets.
+    This includes flags in quoted text, and in arrays and variables of the script.
 
     Args:
         text: The script, or one command.
         table: Key table with the known flags.
-        precision_flags: Names of flags that must not depend on control flow.
+        precision_flags: Names of flags for which control flow is an error.
 
     Returns:
         The settings by name with underscores, True for a flag without a value. Then remarks on
-        flags that are given twice or that were not read.
+        repeated and unread flags.
 
     Raises:
         ConfigError: A precision flag depends on control flow, or only a shell can expand the value
@@ -176,12 +176,13 @@ def _parse_command(command: Command) -> _ParsedCommand:
 
 
 def _is_value(word: Word) -> bool:
+    # $ARGS after a flag is a list of further flags.
     has_several = word.problem and SEVERAL_WORDS.search(word.text)
     return not FLAG.match(word.text) and not has_several
 
 
 def known_flags(table: KeyTable, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that belong to the project, by flag. Misspelled ones are included."""
+    """Returns the settings of the project by flag, including misspelled ones."""
     return {
         dashed(name): value
         for name, value in settings.items()

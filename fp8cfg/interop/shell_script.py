@@ -63,7 +63,7 @@ class Word:
         text: The expanded text. If only a shell can expand it, the text as in the script.
         line: Line in the script.
         problem: Why only a shell can expand the word, or "".
-        condition: Line of the control flow that decides about the word, or 0.
+        condition: Line of the control flow around the word, or 0.
     """
 
     text: str
@@ -80,7 +80,7 @@ class Command(NamedTuple):
 
 
 def parse_commands(text: str) -> list[Command]:
-    """Returns each command, and the words of each variable that no command uses.
+    """Returns each command, and the words of each unused variable.
 
     Raises:
         ValueError: A quotation or bracket is not closed, or the variables expand to too much text.
@@ -140,9 +140,9 @@ class _Script:
     Attributes:
         commands: The commands so far.
         variables: Words of each variable.
-        used_variables: Variables that a command or another variable uses.
+        used_variables: Variables in a command or in another variable.
         blocks: Keyword and line of each open block, outermost first.
-        num_expanded: Characters that all variables have expanded to.
+        num_expanded: Characters of all expansions so far.
     """
 
     def __init__(self) -> None:
@@ -308,7 +308,7 @@ class _Script:
             line += piece.count("\n")
 
     def substitute(self, text: str, line: int) -> list[Word]:
-        """Returns the words of `$X`, `${X:-1}` or `$(date)`, with spaces between them."""
+        """Expands `$X`, `${X:-1}` or `$(date)` to words, with spaces between them."""
         match = EXPANSION.fullmatch(text)
         if not match:
             return [Word(text, line, "only a shell can expand it")]

@@ -22,15 +22,15 @@ class Source(NamedTuple):
 
     Attributes:
         settings: Settings by key, as the project's key table knows them.
-        remarks: Remarks on parts of the source that are not in `settings`.
-        preset: Name of the precision preset that the settings change.
-        task: The task that the source trains, such as "lora".
+        remarks: Remarks on other parts of the source.
+        preset: Name of the precision preset below the settings.
+        task: Task of the source, such as "lora".
         lora: Values of the recipe's lora node.
         rejects_unknown: Whether an unknown key is an error, because the project rejects it too. In
             a file it may belong to another version.
-        recipe: Name of the fp8cfg recipe with the model that the source builds on.
+        recipe: Name of the fp8cfg recipe behind the source.
         items: Everything in the source, as text.
-        read_items: The items that `settings` and the other attributes include.
+        read_items: The items in `settings` and the other attributes.
     """
 
     settings: dict[str, Any]
@@ -52,6 +52,7 @@ class Source(NamedTuple):
 def read_source_text(path: Path) -> str:
     """Returns the text of a file. Raises ConfigError as `read_text` does, and for an empty file."""
     text = read_text(path)
+    # Otherwise an empty YAML file would be a job without settings.
     if not text.strip():
         raise ConfigError(f"{path}: is empty")
     return text
@@ -122,12 +123,12 @@ def _resolve_references(
 
 
 def interpolated_keys(settings: Mapping[str, Any]) -> list[str]:
-    """Returns the keys with values that only OmegaConf can compute."""
+    """Returns the keys with interpolations for OmegaConf."""
     return [key for key, value in settings.items() if isinstance(value, str) and "${" in value]
 
 
 def source_of_mapping(data: Mapping[str, Any]) -> Source:
-    """Returns the source of a file in which all keys belong to the key table."""
+    """Returns the source of a file without keys beyond the key table."""
     return Source(flatten_keys(data))
 
 
@@ -147,11 +148,11 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def shell_reader(table: KeyTable, precision_flags: frozenset[str]) -> Callable[[str], Source]:
-    """Returns a function that reads a shell script or a command with flags.
+    """Returns a reader of shell scripts and commands with flags.
 
     Args:
         table: Key table of the flags.
-        precision_flags: Flags that must not depend on a condition in the script.
+        precision_flags: Flags for which a condition in the script is an error.
     """
 
     def read_script(text: str) -> Source:

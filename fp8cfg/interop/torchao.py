@@ -41,7 +41,7 @@ _GRADIENT_FORMATS = {"none": "hybrid", "e5m2": "hybrid", "e4m3": "e4m3"}
 
 
 def read_fp8_all_gather(value: Any) -> dict[str, Any]:
-    """Reads enable_fsdp_float8_all_gather, which implies FSDP2."""
+    """Reads enable_fsdp_float8_all_gather. It implies FSDP2."""
     if not parse_bool(value):
         return {}
     return {"storage.shard": "fsdp", "storage.gather": "fp8"}
@@ -101,6 +101,7 @@ def _prepare(settings: dict[str, Any]) -> list[str]:
             key = f"cast_config_{operand}.scaling_granularity"
             granularities[key] = settings.get(key, "tensorwise")
     first = next(iter(granularities.values()), "tensorwise")
+    # Also turns FP8 on: the configuration has no key for that.
     settings["GRANULARITY"] = first
     return [
         f"{key}={granularity}: all operands have the granularity {first} here"

@@ -1,7 +1,4 @@
-"""Python configurations of torchtitan: functions that return a Trainer.Config.
-
-The file is parsed and never run.
-"""
+"""Python configurations of torchtitan, parsed and never run."""
 
 from __future__ import annotations
 
@@ -134,8 +131,8 @@ class _FieldReader:
     Attributes:
         constants: Constants of the file.
         functions: Names of the functions in the file.
-        problems: An error for each field that is not a literal.
-        read_positions: Positions of the values that were read.
+        problems: An error for each field without a literal.
+        read_positions: Positions of the values so far.
     """
 
     def __init__(self, constants: Constants, functions: frozenset[str]) -> None:
@@ -257,13 +254,13 @@ class _FieldReader:
 
 
 class _ConfigurationReader:
-    """Follows the functions of a file that return a configuration.
+    """Follows the functions of a file to their configurations.
 
     Attributes:
         functions: Functions of the file.
         fields: Reader of the fields.
-        results: Result of each function that was read.
-        open_functions: Functions that are being read, to detect recursion.
+        results: Result of each function so far.
+        open_functions: Functions on the call stack, to detect recursion.
     """
 
     def __init__(self, module: ast.Module) -> None:
@@ -276,7 +273,7 @@ class _ConfigurationReader:
 
     @functools.cached_property
     def configurations(self) -> list[str]:
-        """Names of the public functions that return a configuration."""
+        """Names of the public functions with a configuration as their result."""
         return [
             name
             for name, node in self.functions.items()
@@ -284,7 +281,7 @@ class _ConfigurationReader:
         ]
 
     def read_function(self, name: str) -> Configuration | None:
-        """Returns the configuration that a function returns, None if it returns something else."""
+        """Returns the result of a function, None if it is no configuration."""
         if name in self.results:
             return self.results[name]
         if name in self.open_functions:
@@ -388,6 +385,7 @@ class _ConfigurationReader:
 
 
 def _returns_config(node: ast.FunctionDef) -> bool:
+    # The annotation `-> Trainer.Config` also counts if another function builds the configuration.
     if isinstance(node.returns, ast.Attribute) and node.returns.attr == "Config":
         return True
     return any(_is_config_call(child) for child in ast.walk(node))

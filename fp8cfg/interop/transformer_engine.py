@@ -81,6 +81,7 @@ def _read_amax_compute_algo(value: Any) -> dict[str, Any]:
 
 def _write_backward_override(values: Values) -> Any:
     gemms = [values[f"{_OVERRIDE}{gemm}"] for gemm in ("fprop", "dgrad", "wgrad")]
+    # The other combinations do not exist in TE 2.
     return "high_precision" if gemms == [False, True, True] else OMIT
 
 
@@ -259,7 +260,7 @@ def read_recipe_fields(recipe: Any) -> dict[str, Any]:
 
 
 def to_python(settings: dict[str, Any]) -> str:
-    """Returns Python that constructs the recipe of the settings."""
+    """Returns Python source for the recipe of the settings."""
     class_name = settings["class"]
     lines = [
         f"from transformer_engine.common.recipe import {class_name}, Format",

@@ -224,7 +224,7 @@ def _without_precision_defaults(values: Values, origins: Mapping[str, str]) -> d
 
 
 def _changes_of_preset(preset: str) -> dict[str, Any]:
-    """Returns the values of a precision preset that differ from the recipe's defaults."""
+    """Returns the changed values of a precision preset."""
     values = flat(precision_preset(preset), PLUGIN)
     by_short_key = {short(key): value for key, value in values.items()}
     return {key: value for key, value in by_short_key.items() if value != default_value(key)}
@@ -250,7 +250,7 @@ def _reason(table: KeyTable, key: str) -> str:
 def _section_problems(
     table: KeyTable, settings: Mapping[str, Any], source_keys: Mapping[str, str]
 ) -> list[str]:
-    """Returns an error for each section that has a value instead of keys."""
+    """Returns an error for each section with a value instead of keys."""
     problems = []
     for name, source_key in source_keys.items():
         example = table.first_key(name)
