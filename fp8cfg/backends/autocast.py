@@ -66,7 +66,7 @@ def autocast(
         return
     import torch
 
-    from fp8cfg.backends.stored_weights import DTYPES
+    from fp8cfg.numerics.formats import DTYPES
 
     device = next(model.parameters()).device.type
     with torch.autocast(device, DTYPES[torch_autocast]), backend.autocast(model, enabled):

@@ -18,11 +18,10 @@ from fp8cfg.backends.any_model.module_swap import linear_with, replace_module
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
 from fp8cfg.numerics.codecs import get_codec
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fsdp_weights import refresh_shards, shard_in_fp8
 from fp8cfg.numerics.weight_storage import CodecLayer, NarrowWeight
 from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parameter_columns(

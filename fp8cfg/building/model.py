@@ -23,13 +23,13 @@ from fp8cfg.backends import registry, stored_weights
 from fp8cfg.backends.any_model import linear_like
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.first_weights import WeightFiller, first_weights, make_adapters, zero_weights
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.lora import Adapters
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.amax_update import fp8_layers, reset_state
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.parallel import fsdp
 from fp8cfg.parallel.context import split_sequences

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.checkpoint.load import StoredGroup
 from fp8cfg.checkpoint.tensor_layout import (
     Boxes,
@@ -30,6 +29,7 @@ from fp8cfg.checkpoint.tensor_layout import (
     names_by_tensor,
     slices,
 )
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.fsdp_weights import FLOAT32, stored_bytes
 from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict

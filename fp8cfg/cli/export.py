@@ -325,9 +325,9 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
 
 def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype: str) -> None:
     """Writes config and weights. `fp8` is None, "block" or "tensor"."""
-    from fp8cfg.backends.stored_weights import DTYPES
     from fp8cfg.building.first_weights import hf_layout
     from fp8cfg.models import hf_export
+    from fp8cfg.numerics.formats import DTYPES
 
     if fp8 and family.conv1d:
         raise ConfigError(

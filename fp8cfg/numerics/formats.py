@@ -55,6 +55,8 @@ E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
 # torch computes nothing in its packed dtype of E2M1. Each value of E2M1 is a value of E4M3 too.
 E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, 1, 0)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The high precisions, by their names in a recipe."""
 FORMAT_BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 

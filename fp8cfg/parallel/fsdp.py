@@ -39,8 +39,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards

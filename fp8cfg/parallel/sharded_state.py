@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.numerics.formats import StridedStart
+from fp8cfg.numerics.formats import DTYPES, StridedStart
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight
 from fp8cfg.numerics.fsdp_weights import split_fields
 from fp8cfg.numerics.stored_state import amax_record, stored_state_dict

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.data import Batches
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.async_copies import HostCopy
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.linear_operands import cached_weights
 from fp8cfg.numerics.overflow_counts import pause_overflow_counts

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8cfg.backends import registry
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.run_folder.file_names import COVERAGE
 from fp8cfg.run_folder.metrics_file import Value

@@ -20,7 +20,6 @@ from fp8cfg.backends.autocast import autocast
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.first_weights import first_weight, make_adapters
 from fp8cfg.building.model import prepare_model
 from fp8cfg.checkpoint import job_state, manifest
@@ -32,6 +31,7 @@ from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.models.lora import Adapter
 from fp8cfg.numerics.codecs import Codec, get_codec
+from fp8cfg.numerics.formats import DTYPES
 from fp8cfg.numerics.fp8_weights import weight_storage
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
