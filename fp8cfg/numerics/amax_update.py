@@ -82,7 +82,7 @@ def update_scales(
     delayed = [layer for layer in layers if layer.scaling.layout.history]
     others = [layer for layer in layers if not layer.scaling.layout.history]
 
-    # Backward passes record in a buffer of their own. From here on the amax records have all.
+    # Backward passes record in another buffer. From here on the amax records have all amaxes.
     fold_backward(linears)
     _take_infinite_amaxes([layer for layer in others if _quantizes(layer)])
     if delayed:
@@ -313,10 +313,13 @@ def collect_ranges_used(model: nn.Module) -> RangesUsed | None:
         if range_used is None:
             continue
         ratios.append(range_used)
-        is_attention = isinstance(module, FP8Attention)
-        tensors = ATTENTION_TENSORS if is_attention else LINEAR_TENSORS
+        tensors = LINEAR_TENSORS
+        if isinstance(module, FP8Attention):
+            tensors = ATTENTION_TENSORS
         names.extend(f"{name} {tensor}" for tensor in tensors)
-    return RangesUsed(torch.cat(ratios), names) if ratios else None
+    if not ratios:
+        return None
+    return RangesUsed(torch.cat(ratios), names)
 
 
 def read_overflow(ranges_used: RangesUsed | None) -> Overflow | None:
@@ -351,7 +354,9 @@ def _linears(layers: Iterable[FP8Layer]) -> list[FP8Linear]:
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
     """Returns the role of each tensor of the layer, in the order of its scales."""
-    return ROLES if isinstance(layer, FP8Attention) else (INPUT, WEIGHT, GRAD_OUTPUT)
+    if isinstance(layer, FP8Attention):
+        return ROLES
+    return INPUT, WEIGHT, GRAD_OUTPUT
 
 
 def _delayed_state(layer: FP8Layer) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,9 @@ class Codec:
         itemsize = self.format.dtype.itemsize
         if not self.block:
             return itemsize  # a scale for the whole tensor is 4 bytes more, once
-        scale_bytes = 8 if self.expand else 4
+        scale_bytes = 4
+        if self.expand:
+            scale_bytes = 8
         return itemsize + scale_bytes / self.block
 
     def zeros(self, shape: torch.Size, device: torch.device) -> EncodedTensor:
@@ -144,7 +146,7 @@ class Codec:
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
         if scale_inv is None:
-            scale_inv = self._block_scales(x) if self.block else self._tensor_scale(x)
+            scale_inv = self._compute_scales(x)
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: EncodedTensor) -> Tensor:
@@ -162,7 +164,9 @@ class Codec:
             values = self._from_rows(rows, values)
         else:
             values = values.mul_(stored[1])
-        return values * values if self.root else values
+        if self.root:
+            values = values * values
+        return values
 
     def store(
         self,
@@ -175,7 +179,7 @@ class Codec:
         flat = x.reshape(-1)
         if self.per_tensor:
             if scale_inv is None:
-                scale_inv = self._tensor_scale(x)
+                scale_inv = self._compute_scales(x)
             stored[1].copy_(scale_inv)
         for start, stop in chunk_ranges(x.numel(), x.device):
             part = self.part(stored, start, stop)
@@ -214,22 +218,24 @@ class Codec:
             skip: bool []. If true, nothing changes.
         """
         if self.block:
-            scale_inv = self._block_scales(x)
+            scale_inv = self._compute_scales(x)
             write_encoded(part[1], scale_inv, skip)
         write_encoded(part[0], self._quantize(x, scale_inv, key, lane, start), skip)
 
     def scale_inv(self, amax: Tensor) -> Tensor:
-        """Returns inverse scales from amaxes of any shape. Not finite where those are not."""
+        """Returns inverse scales from amaxes of any shape. Not finite if the amax is not."""
         if self.scaling == "pow2":
             return reciprocal(pow2_scale(amax, self.format.max))
         # Both are tensors, for a true division (scaling.py).
         return (amax / torch.full_like(amax, self.format.max)).clamp(min=MIN_SCALE_INV)
 
-    def _tensor_scale(self, x: Tensor) -> Tensor:
-        return self.scale_inv(compute_amax_or_nan(x))
-
-    def _block_scales(self, x: Tensor) -> Tensor:
-        rows = self._to_rows(square_root(x) if self.root else x)
+    def _compute_scales(self, x: Tensor) -> Tensor:
+        """Computes the inverse scale of a tensor, or the scales of its blocks."""
+        if not self.block:
+            return self.scale_inv(compute_amax_or_nan(x))
+        if self.root:
+            x = square_root(x)
+        rows = self._to_rows(x)
         if self.expand:
             return compute_power_scales(rows)
         return self.scale_inv(rows.abs().amax(-1))
@@ -248,13 +254,19 @@ class Codec:
             rows = self._to_rows(x)
             codes = encode_powers(rows, scale_inv, self._uniform(rows, key, lane, start))
             return self._from_rows(codes, x)
-        v = square_root(x) if self.root else x
-        if scale_inv is not None:
-            if self.block:
-                v = self._to_rows(v)
-                scale_inv = scale_inv[:, None]
+        v = x
+        if self.root:
+            v = square_root(v)
+        if self.block:
+            assert scale_inv is not None, "blocks have scales"
+            v = self._to_rows(v)
+            scale_inv = scale_inv[:, None]
+        if self.scaling == "pow2":
+            assert scale_inv is not None, "this codec has a scale"
             # A power of two has an exact reciprocal: the same bits, and a product is faster.
-            v = v * reciprocal(scale_inv) if self.scaling == "pow2" else v / scale_inv
+            v = v * reciprocal(scale_inv)
+        elif scale_inv is not None:
+            v = v / scale_inv
         if self.root:
             # Values above 0 do not become 0: Adam divides by them.
             smallest = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
@@ -262,8 +274,12 @@ class Codec:
         u = self._uniform(v, key, lane, start)
         if u is not None:
             v = round_stochastic(v, fmt, u)
-        data = cast(v, fmt) if fmt.dtype.itemsize == 1 else v.to(fmt.dtype)
-        return self._from_rows(data, x) if self.block else data
+        if fmt.dtype.itemsize == 1:
+            v = cast(v, fmt)  # it saturates
+        data = v.to(fmt.dtype)
+        if self.block:
+            data = self._from_rows(data, x)
+        return data
 
     def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: Start) -> Tensor | None:
         """Returns the random numbers for `v`, or None if the rounding is to nearest."""
@@ -305,7 +321,9 @@ def write_encoded(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
 
 def chunk_ranges(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Iterates over the chunks, (start, stop), of `count` elements on `device`."""
-    step = GPU_CHUNK if device.type == "cuda" else CHUNK
+    step = CHUNK
+    if device.type == "cuda":
+        step = GPU_CHUNK
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -346,8 +364,9 @@ def get_codec(
     codec = CODECS[name]
     if codec.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: float32 values are not rounded")
-    fmt = fp8 if codec.format == E4M3 else codec.format
-    codec = replace(codec, rounding=rounding, format=fmt)
+    codec = replace(codec, rounding=rounding)
+    if codec.format == E4M3:
+        codec = replace(codec, format=fp8)
     if second_moment and codec.block:
         codec = replace(codec, root=not codec.expand, rounding="stochastic")
     return codec

@@ -79,7 +79,9 @@ class Operand(NamedTuple):
         scale_inv = self.scale_inv
         if scale_inv is not None and scale_inv.dim() == 2:
             scale_inv = scale_inv.t()
-        tile = None if self.tile is None else (self.tile[1], self.tile[0])
+        tile = self.tile
+        if tile is not None:
+            tile = tile[1], tile[0]
         return Operand(
             self.data.t(), scale_inv, self.fmt, tile, global_scale_inv=self.global_scale_inv
         )
@@ -89,7 +91,9 @@ class Operand(NamedTuple):
         """How the operand is multiplied: "scaled_mm", "emulated" or "high_precision"."""
         if self.data.dtype in FORMAT_BY_DTYPE or self.data.dtype == torch.uint8:
             return "scaled_mm"
-        return "emulated" if self.fmt else "high_precision"
+        if self.fmt is None:
+            return "high_precision"
+        return "emulated"
 
     @property
     def format_name(self) -> str:
@@ -97,7 +101,9 @@ class Operand(NamedTuple):
         if self.fmt == E2M1:
             return self.fmt.name  # its values may be stored in the dtype of E4M3
         fmt = FORMAT_BY_DTYPE.get(self.data.dtype, self.fmt)
-        return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")
+        if fmt is None:
+            return str(self.data.dtype).removeprefix("torch.")
+        return fmt.name
 
 
 # --- the record of a GEMM
@@ -178,7 +184,8 @@ def gemm(
     if record is not None:
         record[slot].fill_(code)
     if a.execution == "high_precision":
-        bias = None if bias is None else bias.to(a.data.dtype)
+        if bias is not None:
+            bias = bias.to(a.data.dtype)
         return convert_dtype(F.linear(a.data, b.data, bias), out)
     if a.execution == "scaled_mm" and a.data.shape[1]:
         # Fast accumulation is precise enough for activations, and too coarse for gradients.
@@ -190,7 +197,9 @@ def _emulated_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None) 
     y = _matmul_fp32(a.data, b.data)
     # Tiles without elements have no scales.
     if a.scale_inv is not None and b.scale_inv is not None and a.data.shape[1]:
-        scale_inv_b = b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv
+        scale_inv_b = b.scale_inv
+        if scale_inv_b.dim() == 2:  # scales of rows: those of `b` are columns of the result
+            scale_inv_b = scale_inv_b.t()
         y = y * (a.scale_inv * scale_inv_b)
     if bias is None:
         return convert_dtype(y, out)
@@ -218,7 +227,9 @@ def convert_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
     # If `to` changes nothing, Dynamo of torch 2.11 takes the result of an autograd function for a
     # tensor that the function did not create. Under torch.compile all gradients of it are 0 then.
     # Use `to` when pyproject.toml requires torch 2.13.
-    return y if y.dtype == dtype else y.to(dtype)
+    if y.dtype == dtype:
+        return y
+    return y.to(dtype)
 
 
 # --- real GEMMs
@@ -254,9 +265,9 @@ def scaled_mm(
     """
     assert a.scale_inv is not None and b.scale_inv is not None, "a float8 operand has a scale"
     if a.tile is not None and _has_tiles(a):
-        is_block_scaling = max(a.tile) == BLOCK_WIDTH
-        y = _block_scaled_mm(a, b, out) if is_block_scaling else microscaled_mm(a, b, out)
-        return y if bias is None else y + bias.to(out)
+        if max(a.tile) == BLOCK_WIDTH:
+            return _add_bias(_block_scaled_mm(a, b, out), bias)
+        return _add_bias(microscaled_mm(a, b, out), bias)
 
     # cuBLAS wants rows of whole 16 bytes.
     x, w = _pad_columns(a.data, 16), _pad_columns(b.data, 16)
@@ -276,21 +287,31 @@ def scaled_mm(
                 use_fast_accum=fast_accumulation,
             )
             y = y * (scale_a * scale_b)
-            return convert_dtype(y if bias is None else y + bias.to(out), out)
+            if bias is not None:
+                y = y + bias.to(out)
+            return convert_dtype(y, out)
 
-    gemm_takes_bias = bias is not None and out.itemsize == 2
+    gemm_bias = None
+    if bias is not None and out.itemsize == 2:
+        gemm_bias = bias.to(out)
+        bias = None
     y = torch._scaled_mm(
         x,
         w.t(),
         scale_a=scale_a,
         scale_b=scale_b,
-        bias=bias.to(out) if bias is not None and gemm_takes_bias else None,
+        bias=gemm_bias,
         out_dtype=out,
         use_fast_accum=fast_accumulation,
     )
-    if bias is None or gemm_takes_bias:
+    return _add_bias(y, bias)
+
+
+def _add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Adds the bias to the rounded result of a GEMM that takes none."""
+    if bias is None:
         return y
-    return y + bias.to(out)
+    return y + bias.to(y.dtype)
 
 
 def _pad_columns(t: Tensor, multiple: int) -> Tensor:
@@ -385,8 +406,8 @@ def _block_layout(
         t = F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype)
         scale = F.pad(scale, (0, 0, 0, missing))
     if scale.stride() != (1, len(scale)):
-        # The copy has fresh strides. Those of a single column may be anything, and torch 2.11 wants
-        # (1, rows) there too.
+        # The copy has fresh strides. A single column may have any stride, but torch 2.11 wants
+        # (1, rows) for it too.
         scale = scale.t().clone(memory_format=torch.contiguous_format).t()
     return t, scale, F.ScalingType.BlockWise1x128
 
@@ -419,11 +440,12 @@ def hardware_layout(operand: Operand) -> tuple[Tensor, Tensor]:
     if height > 1:
         # The hardware knows only tiles of one row. A square repeats its scale for each of its rows.
         scale = scale.repeat_interleave(height, 0)[: len(data)]
-    if operand.global_scale_inv is None:
-        scale_bytes = scale if scale.dtype == torch.uint8 else encode_e8m0(scale)
-        return data, swizzle_scales(scale_bytes)
-    scale_bytes = scale.to(torch.float8_e4m3fn).view(torch.uint8)
-    return pack_e2m1(data), swizzle_scales(scale_bytes)
+    if operand.global_scale_inv is not None:  # NVFP4
+        scale_bytes = scale.to(torch.float8_e4m3fn).view(torch.uint8)
+        return pack_e2m1(data), swizzle_scales(scale_bytes)
+    if scale.dtype != torch.uint8:
+        scale = encode_e8m0(scale)
+    return data, swizzle_scales(scale)
 
 
 @library.custom_op("fp8cfg::scaled_mm_micro", mutates_args=())

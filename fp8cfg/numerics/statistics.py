@@ -2,8 +2,8 @@
 
 They are collected in one pass over a model. The tensors of the layers are quantized once more, by
 the same rules, and compared. A larger scale flushes fewer small elements to zero and saturates more
-large ones: underflow and overflow are the two ends of one choice. The fractions are those of
-Transformer Engine's debug statistics (underflows%, overflows%), without the percent.
+large ones: underflow and overflow are the two ends of one choice. The fractions correspond to
+Transformer Engine's debug statistics (underflows%, overflows%), but are not percentages.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ class _Probe:
         if isinstance(weight, GatheredWeight):
             if weight.codec:
                 return weight.weight_storage(weight.codec).values(torch.float32)
-            return gather_master(self.shards[layer]) if layer in self.shards else None
+            if layer not in self.shards:
+                return None
+            return gather_master(self.shards[layer])
         if layer.fp8_params and isinstance(weight, nn.Parameter):
             return self.masters.get(weight)
         return weight
@@ -207,17 +209,21 @@ class _Measurement(NamedTuple):
         """Waits for the device and returns the statistics."""
         values = self.values.tolist()
         amax, scale_min, scale_max, underflow, overflow, zeros, nonfinite, lost, total = values
-        has_scales = scale_max != 0  # otherwise all tiles are zero
+        if scale_max == 0:  # all tiles are zero
+            scale_min, scale_max = None, None
+        error = 0.0
+        if total:
+            error = (lost / total) ** 0.5
         return Statistics(
             layer,
             TENSORS[role],
             self.format.name,
             amax,
-            scale_min=scale_min if has_scales else None,
-            scale_max=scale_max if has_scales else None,
+            scale_min=scale_min,
+            scale_max=scale_max,
             underflow=underflow / self.elements,
             overflow=overflow / self.elements,
-            error=(lost / total) ** 0.5 if total else 0.0,
+            error=error,
             zeros=int(zeros),
             nonfinite=int(nonfinite),
             elements=self.elements,
@@ -239,7 +245,9 @@ def measure_tensor(name: str, layer: FP8Linear, role: int, t: Tensor) -> Statist
         The statistics. None if no FP8 GEMM reads such a tensor, or if it is empty.
     """
     measurement = _measure_in(layer, role, t)
-    return None if measurement is None else measurement.read(name, role)
+    if measurement is None:
+        return None
+    return measurement.read(name, role)
 
 
 def _measure_in(layer: FP8Linear, role: int, t: Tensor) -> _Measurement | None:
@@ -264,7 +272,9 @@ def _measure_in(layer: FP8Linear, role: int, t: Tensor) -> _Measurement | None:
             scale = choose_tensor_scale(
                 t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False
             )
-        random = layer.random(axis) if scaling.rounds_stochastically(role) else None
+        random = None
+        if scaling.rounds_stochastically(role):
+            random = layer.random(axis)
         return _measure(t.contiguous(), role, scaling, scale, random)
 
 
@@ -282,7 +292,9 @@ def _measure(
     """
     fmt = scaling.format_of(role)
     tile = scaling.tile(role, 1)
-    global_scale = compute_global_scale(t) if scaling.layout.two_levels else None
+    global_scale = None
+    if scaling.layout.two_levels:
+        global_scale = compute_global_scale(t)
     # A multiple of 128 rows: no tile is higher, so that chunks cut none.
     rows = max(1, CHUNK_ELEMENTS // t.shape[1] // 128) * 128
     scale_ranges = []

@@ -50,8 +50,9 @@ class TokenShard(NamedTuple):
 
     def gather_tokens(self, tokens: Tensor, samples: int) -> Tensor:
         """Gathers all tokens from the ranks' [samples * length / ranks, channels]."""
-        # Process groups do not know float8.
-        sent = tokens.view(torch.uint8) if tokens.itemsize == 1 else tokens
-        gathered = all_gather(sent.unflatten(0, (samples, -1)), self.group)
+        shard = tokens
+        if tokens.itemsize == 1:
+            shard = tokens.view(torch.uint8)  # process groups do not know float8
+        gathered = all_gather(shard.unflatten(0, (samples, -1)), self.group)
         matrix: Tensor = gathered.movedim(0, 1).flatten(0, 2).view(tokens.dtype)
         return matrix
