@@ -35,6 +35,7 @@ from fp8cfg.planning.peak_memory import part_linears
 from fp8cfg.planning.state_shards import (
     fsdp_group,
     parameter_columns,
+    rank_loads,
     shard_elements,
     shard_rows,
     trained_shapes,
@@ -297,7 +298,7 @@ def _data_parallel(
     owners, _ = zero_owners(recipe, part, linears)
     if part.shard == "zero2":
         # Each gradient goes to its owner. A rank sends all but its own.
-        loads = _loads(gradients, owners, axis.ranks)
+        loads = rank_loads(gradients, owners, axis.ranks)
         owned = min(loads)
         if rank is not None:
             owned = loads[rank]
@@ -310,7 +311,7 @@ def _data_parallel(
             element_bytes += fp8_weight_extra_bytes(recipe)
         weights[name] = prod(shape) * element_bytes
     # An all-gather needs equal messages: each is padded to the largest load of a rank.
-    yield from axis.all_gather("weights", max(_loads(weights, owners, axis.ranks)))
+    yield from axis.all_gather("weights", max(rank_loads(weights, owners, axis.ranks)))
 
 
 def _fully_sharded(
@@ -433,11 +434,3 @@ def _same_parameters(part: Part) -> Axis:
     axes = {"data": part.data // part.groups, "context": part.context}
     name = " x ".join(axis for axis, ranks in axes.items() if ranks > 1)
     return Axis(name or "data", part.shards)
-
-
-def _loads(sizes: dict[str, float], owners: dict[str, int], ranks: int) -> list[float]:
-    """Returns the bytes owned by each rank under ZeRO."""
-    loads = [0.0] * ranks
-    for name, size in sizes.items():
-        loads[owners[name]] += size
-    return loads

@@ -50,6 +50,13 @@ class LinearBytes:
         compute_bytes: Bytes per element in the compute dtype.
         operand_bytes: Bytes per element of a quantized operand.
         gradient_bytes: Bytes per element of an accumulated weight gradient.
+        adapter_bytes: Bytes per element of a LoRA adapter.
+        adapter_counts: Number of adapters by name of the linear layer.
+        requantizes: Whether the backend keeps inputs in the compute dtype (torchao).
+        keeps_cast: Whether the backend keeps cast weights from forward to backward.
+        keeps_quantized_weights: Whether quantized weights stay for all passes of a step.
+        selective: Whether selective recomputation is on.
+        recomputes_norms: Whether norms and activation functions only keep their input.
         tensor: Number of tensor-parallel ranks.
         context: Number of context-parallel ranks.
         tokens: Tokens of a microbatch on this rank. With sequence parallelism, tokens of its

@@ -7,7 +7,7 @@ GPUs have equal memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -293,3 +293,17 @@ def zero_owners(
     for rank, size in zip(ranks, sizes, strict=True):
         loads[rank] = loads.get(rank, 0) + size
     return dict(zip(shapes, ranks, strict=True)), loads
+
+
+def rank_loads(sizes: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> list[float]:
+    """Sums the sizes of tensors by the rank that owns them under ZeRO.
+
+    Args:
+        sizes: Bytes or elements by parameter.
+        owners: Owner of each parameter.
+        ranks: Number of ranks.
+    """
+    loads = [0.0] * ranks
+    for name, size in sizes.items():
+        loads[owners[name]] += size
+    return loads

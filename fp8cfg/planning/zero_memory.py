@@ -19,6 +19,7 @@ from fp8cfg.planning.state_shards import (
     fsdp_group,
     parameter_columns,
     quantized_gradients,
+    rank_loads,
     shard_rows,
     trained_shapes,
     zero_owners,
@@ -81,7 +82,8 @@ def reduction_bytes(
     for name in owners:
         weights[name] = int(prod(shapes[name]) * ELEMENT_BYTES[columns[name]["weight"]])
     # An owner's own message and one from each rank.
-    weight_message = min(_largest_load(weights, owners), MESSAGE // part.shards)
+    largest_load = int(max(rank_loads(weights, owners, part.shards)))
+    weight_message = min(largest_load, MESSAGE // part.shards)
     return max(tied, widest, (1 + part.shards) * weight_message)
 
 
@@ -108,7 +110,7 @@ def _message_bytes(
         return int(element_bytes * (message + min(message, cast_elements)))  # plain all-reduce
     sum_elements = -(-total // part.shards)
     if owners:
-        sum_elements = _largest_load(sizes, owners)
+        sum_elements = int(max(rank_loads(sizes, owners, part.shards)))
     received = min(part.shards * sum_elements, MESSAGE)
     # Float32: the sums, and a received gradient before and after it is scaled.
     decoded = 2 * min(sum_elements, max(sizes.values()))
@@ -127,14 +129,6 @@ def _tied_embedding_bytes(recipe: Recipe, part: Part, backend: str) -> int:
     if by_fsdp2(recipe, part.state, part.shards, backend):
         return shard_rows(rows, shard_degree(recipe, part)) * width * 4  # float32 shards
     return int(rows * width * ELEMENT_BYTES[part.state.other["weight_grad"]])
-
-
-def _largest_load(sizes: Mapping[str, int], owners: Mapping[str, int]) -> int:
-    """Returns the largest sum of sizes over owners, 0 without tensors."""
-    loads = Counter[int]()
-    for name, size in sizes.items():
-        loads[owners[name]] += size
-    return max(loads.values(), default=0)
 
 
 def quantizes_before_reduction(
