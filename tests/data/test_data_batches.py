@@ -127,7 +127,7 @@ def test_other_data_is_not_resumed(other: dict[str, int], says: str) -> None:
 
 @pytest.mark.parametrize("seen", [-16, 1.5, "16", None, True])
 def test_a_cursor_that_is_no_count_is_refused(seen: object) -> None:
-    with pytest.raises(DataError, match="no count of samples"):
+    with pytest.raises(DataError, match="not a count of samples"):
         make().resume({**make().state(0), "samples_seen": seen})
 
 
