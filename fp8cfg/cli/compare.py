@@ -36,12 +36,12 @@ def run(argv: list[str]) -> int:
     if len(folders) < 2:
         raise ConfigError("compare: needs two run folders, as in: fp8cfg compare runs/A runs/B")
     # Two names of one folder would compare a run with itself.
-    seen: dict[Path, str] = {}
+    folder_by_path: dict[Path, str] = {}
     for folder in folders:
         place = Path(folder).resolve()
-        if place in seen:
+        if place in folder_by_path:
             raise ConfigError(f"{folder}: given twice; name each run once")
-        seen[place] = folder
+        folder_by_path[place] = folder
 
     from fp8cfg.studies.comparison import compare_runs
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from fp8cfg.cli.argv import is_recipe_file, split
-from fp8cfg.cli.recipe_arguments import compose_recipe, recipe_path
-from fp8cfg.composition.config_groups import Library
+from fp8cfg.cli.recipe_arguments import compose_recipe, open_library, recipe_path
 from fp8cfg.composition.overrides import Overrides
 from fp8cfg.data import DataError
 from fp8cfg.data.corpus import prepare
@@ -64,7 +63,7 @@ def run(argv: list[str]) -> int:
     folder = arguments.one("--config-dir")
     recipe = compose_recipe(arguments.words, folder, recipe_path(file) if file else None)
     data = recipe.data
-    library = Library(Path(folder) if folder else None)
+    library = open_library(folder)
     # Only the source and the tokenizer matter here. Other overrides would be lost silently.
     keys = {short(key) for key in Overrides.parse(arguments.words, library).keys}
     problems = []

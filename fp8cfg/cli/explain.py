@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from fp8cfg.cli.argv import is_recipe_file, split
-from fp8cfg.cli.recipe_arguments import chooses, recipe_file
-from fp8cfg.composition.config_groups import Library
+from fp8cfg.cli.recipe_arguments import chooses, open_library, recipe_file
 from fp8cfg.composition.precedence import composed
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -54,7 +52,7 @@ def run(argv: list[str]) -> int:
             problems += _explain_value(keys[0]) or error.problems
     try:
         folder = arguments.one("--config-dir")
-        library = Library(Path(folder) if folder else None)
+        library = open_library(folder)
         resolved = composed(arguments.words, library, recipe_file(files, ()))
     except ConfigError as error:
         problems += error.problems

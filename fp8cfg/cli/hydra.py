@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
-from fp8cfg.cli.recipe_arguments import resolve_recipe, say_notes
-from fp8cfg.composition.config_groups import Library
+from fp8cfg.cli.recipe_arguments import open_library, resolve_recipe, say_notes
 from fp8cfg.composition.hydra_application import NAME, application, recipe_from
 from fp8cfg.composition.overrides import hydra_word
 from fp8cfg.composition.precedence import Change
@@ -106,7 +105,7 @@ def show(arguments: Arguments, file: Path | None) -> int:
     refuse_if(resolved.problems)
     say_notes(resolved.notes)
     package = _package(arguments.one("--package"))
-    library = Library(Path(folder) if folder else None)
+    library = open_library(folder)
     plan = read(words, library, recipe_from(file, library) if file else None)
     # Under torchrun all ranks compose and check, but only one prints.
     if os.environ.get("RANK", "0") == "0":
@@ -179,7 +178,7 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
     from hydra.types import RunMode
 
     folder = arguments.one("--config-dir")
-    library = Library(Path(folder) if folder else None)
+    library = open_library(folder)
     plan = read(words, library, recipe_from(file, library) if file else None)
     with application(plan.nodes) as hydra:
         overrides = [*plan.overrides, *(change.override for change in changes), *hydra_words]

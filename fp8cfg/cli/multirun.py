@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8cfg.cli import hydra as hydra_flags
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.recipe_arguments import resolve_recipe, say_notes
+from fp8cfg.cli.recipe_arguments import open_library, resolve_recipe, say_notes
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library
@@ -313,7 +313,7 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
         if word.startswith(hydra_flags.RUN_DIR):
             raise ConfigError(f"{word}: for a single run only; write hydra.sweep.dir=FOLDER")
     config_dir = arguments.one("--config-dir")
-    library = Library(Path(config_dir) if config_dir else None)
+    library = open_library(config_dir)
     plan = read_overrides(words, library, recipe_from(file, library) if file else None)
     recipe = _check_combinations(plan, config_dir, file)
     # Jobs print their own messages, so Hydra's logging is off.

@@ -98,15 +98,15 @@ class Patient:
 @contextmanager
 def patient_stdout() -> Iterator[None]:
     """Context manager to ignore a closed standard output."""
-    before = sys.stdout
-    if before is not None:
-        sys.stdout = Patient(before)
+    stdout = sys.stdout
+    if stdout is not None:
+        sys.stdout = Patient(stdout)
     try:
         yield
     finally:
-        if before is not None:
+        if stdout is not None:
             sys.stdout.flush()
-        sys.stdout = before
+        sys.stdout = stdout
 
 
 def print_or_write(text: str, output: str | None) -> int:

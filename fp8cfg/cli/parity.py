@@ -218,15 +218,15 @@ def _recipes(
         chosen = precision_words(text)
         # First without the FP8 overrides: a precision without FP8 would reject them. The words of
         # the precision come last, so they win.
-        found = resolve_recipe([*common, *chosen], config_dir, file, base)
-        if fp8_words and found.recipe.fp8.enabled:
-            found = resolve_recipe([*common, *fp8_words, *chosen], config_dir, file, base)
+        resolved = resolve_recipe([*common, *chosen], config_dir, file, base)
+        if fp8_words and resolved.recipe.fp8.enabled:
+            resolved = resolve_recipe([*common, *fp8_words, *chosen], config_dir, file, base)
         elif fp8_words:
             notes[f"note: {' '.join(fp8_words)}: not for {text}, which has no FP8"] = None
-        for line in map(str, found.problems):
+        for line in map(str, resolved.problems):
             problems.setdefault(line, []).append(text)
-        notes |= dict.fromkeys(found.notes)
-        recipes[text] = found.recipe
+        notes |= dict.fromkeys(resolved.notes)
+        recipes[text] = resolved.recipe
     refuse_if(for_precisions(problems, len(precisions)))
     # The recipe's own precision is the default baseline, so there is nothing to compare.
     if precisions == [DEFAULT_BASELINE, OWN] and same_results(*recipes.values()):
@@ -264,7 +264,7 @@ def _precisions(words: Sequence[str], has_baseline: bool) -> tuple[list[str], li
         ConfigError: A precision or the whole list is given twice.
     """
     values = [word.removeprefix("precision=") for word in words if word.startswith("precision=")]
-    rest = [word for word in words if not word.startswith("precision=")]
+    remaining = [word for word in words if not word.startswith("precision=")]
     if values[1:]:
         raise ConfigError("precision: given twice; write one list, as in precision=bf16,bf16_fp8")
     precisions = split_list(values[0], ",") if values else [OWN]
@@ -273,4 +273,4 @@ def _precisions(words: Sequence[str], has_baseline: bool) -> tuple[list[str], li
     twice = [text for text in precisions if precisions.count(text) > 1]
     if twice:
         raise ConfigError(f"precision={','.join(precisions)}: {twice[0]} is given twice")
-    return precisions, rest
+    return precisions, remaining

@@ -115,6 +115,17 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
     return recipe_path(plain[0])
 
 
+def open_library(config_dir: str | None) -> Library:
+    """Opens the shipped config groups together with those of --config-dir.
+
+    Args:
+        config_dir: The user's config folder, if any.
+    """
+    if not config_dir:
+        return Library()
+    return Library(Path(config_dir))
+
+
 def chooses(name: str) -> str | None:
     """Returns the group with a preset of this name, None without one."""
     for group in ("recipe", "precision", "data"):
@@ -199,7 +210,7 @@ def resolve_recipe(
     Raises:
         ConfigError: An argument is wrong.
     """
-    library = Library(Path(config_dir) if config_dir else None)
+    library = open_library(config_dir)
     return precedence.composed(words, library, file, base, sweep)
 
 
@@ -213,7 +224,7 @@ def resolve_on_ranks(
 
     If the layout does not fit num_nodes and devices of the recipe, the launcher's are tried.
     """
-    library = Library(Path(config_dir) if config_dir else None)
+    library = open_library(config_dir)
     return precedence.composed(words, library, file, base, on_ranks=True)
 
 
@@ -226,7 +237,7 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
     """
     if config_dir is None:
         return []
-    library = Library(Path(config_dir))
+    library = open_library(config_dir)
     choices = Overrides.parse(words, library, has_recipe=True).choices
     files = [library.file(group, choice.name) for group, choice in choices.items()]
     if any(file.is_relative_to(Path(config_dir).resolve()) for file in files if file):

@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     # launch_run.start_ranks reports problems of the layout, with command lines that run here.
     if not resolved.layout_alone:
         refuse_if(resolved.problems)
-    causes = {short(each.key): each.cause for each in resolved.changes}
+    causes = {short(item.key): item.cause for item in resolved.changes}
     # Before ranks start: one process prints the error. Each rank checks again.
     refuse_changes(before, resolved.recipe, allow, causes, step=step)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from fp8cfg.cli.argv import split
-from fp8cfg.composition.config_groups import GROUPS, Library
+from fp8cfg.cli.recipe_arguments import open_library
+from fp8cfg.composition.config_groups import GROUPS
 from fp8cfg.report.recipe_export import preset_schema, recipe_schema
 from fp8cfg.schema.errors import ConfigError, suggest
 
@@ -32,14 +32,14 @@ Options:
 def run(argv: list[str]) -> int:
     """Prints a schema and returns the exit code."""
     arguments = split(argv, ("--config-dir",))
-    asked = [*arguments.plain, *arguments.words] or ["recipe"]
-    if len(asked) > 1 or asked[0] not in GROUPS:
-        raise ConfigError(f"schema {' '.join(asked)}: no such schema" + suggest(asked[0], GROUPS))
-    folder = arguments.one("--config-dir")
-    library = Library(Path(folder) if folder else None)
-    print(
-        json.dumps(
-            recipe_schema(library) if asked == ["recipe"] else preset_schema(asked[0]), indent=1
-        )
-    )
+    groups = [*arguments.plain, *arguments.words] or ["recipe"]
+    group = groups[0]
+    if len(groups) > 1 or group not in GROUPS:
+        raise ConfigError(f"schema {' '.join(groups)}: no such schema{suggest(group, GROUPS)}")
+    if group == "recipe":
+        folder = arguments.one("--config-dir")
+        schema = recipe_schema(open_library(folder))
+    else:
+        schema = preset_schema(group)
+    print(json.dumps(schema, indent=1))
     return 0

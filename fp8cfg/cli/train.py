@@ -93,11 +93,13 @@ def run(argv: list[str]) -> int:
     key = "log.dir"
     if path:
         key = "log.folder" if log.folder else "hydra.run.dir"
-    now = datetime.now()
+    start_time = datetime.now()
 
     def create() -> RunFolder:
         """Creates the run folder. Only the first rank calls it."""
-        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), path, key=key)
+        return RunFolder.create(
+            Path(log.dir), recipe.name, start_time, to_yaml(recipe), path, key=key
+        )
 
     return launch_run.launch(recipe, create, None, whole_line)
 
@@ -111,7 +113,9 @@ def _read_arguments(argv: list[str]) -> tuple[Arguments, Path | None]:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
             recipe_file(argv[:1], WORDS)
         commands = [
-            word for before, word in pairwise(argv) if word in WORDS and not before.startswith("-")
+            word
+            for previous, word in pairwise(argv)
+            if word in WORDS and not previous.startswith("-")
         ]
         recipe_file(commands, WORDS)
         arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, (*hydra.FLAGS, VERBOSE))

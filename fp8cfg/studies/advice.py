@@ -114,8 +114,8 @@ def advise(
 
     world = current()
     check_layout(recipe, world.size)
-    hardware, where = _find_hardware(gpu, recipe.trainer.accelerator)
-    subject = _Subject(recipe.name, recipe, compose, cover, hardware, where)
+    hardware, hardware_name = _find_hardware(gpu, recipe.trainer.accelerator)
+    subject = _Subject(recipe.name, recipe, compose, cover, hardware, hardware_name)
     choices, unsupported = _choices(subject)
     # Without FP8: otherwise errors of one layer would change the operands of all later layers.
     baseline = compose([f"precision={recipe.precision.compute}"] if recipe.fp8.enabled else [])
@@ -198,8 +198,8 @@ def advise_model(
         return coverage_of_layers(plan, other_parameters(model), fp8)
 
     device = next((p.device.type for p in model.parameters()), "cpu")
-    hardware, where = _find_hardware(gpu, "cuda" if device == "cuda" else "cpu")
-    subject = _Subject(type(model).__name__, base, compose, cover, hardware, where, True)
+    hardware, hardware_name = _find_hardware(gpu, "cuda" if device == "cuda" else "cpu")
+    subject = _Subject(type(model).__name__, base, compose, cover, hardware, hardware_name, True)
     choices, unsupported = _choices(subject)
     layers, unmeasured = find_layers(model, _names(choices))
     probe = OperandProbe(layers, [choice.candidate for choice in choices])
@@ -220,7 +220,7 @@ class _Subject:
         compose: Adds overrides to this recipe or to another one.
         cover: Plans the coverage of a recipe.
         hardware: The target hardware. It limits the scalings.
-        where: The hardware in words.
+        hardware_name: The hardware in words.
         is_custom: Whether it is a custom model.
     """
 
@@ -229,7 +229,7 @@ class _Subject:
     compose: Callable[..., Recipe]
     cover: Cover
     hardware: Hardware
-    where: str
+    hardware_name: str
     is_custom: bool = False
 
     def change(self, recipe: Recipe, words: Sequence[str]) -> Recipe:
@@ -259,7 +259,7 @@ def _advise(
         # All probed layers at first. Layers with measurements are removed below.
         unmeasured = {layer: "it did not run in the measured steps", **unmeasured}
     # With pipeline stages another rank may have measured a layer.
-    unmeasured = {name: why for name, why in unmeasured.items() if name not in measured}
+    unmeasured = {name: reason for name, reason in unmeasured.items() if name not in measured}
     amaxes = {name: layer.amaxes for name, layer in probe.layers.items()}
     remedies = [
         find_remedy(choice, errors, amaxes, probe.measured, subject.cover, subject.change)
@@ -285,7 +285,7 @@ def _advise(
         errors=errors,
         unsupported=unsupported,
         unmeasured=unmeasured,
-        hardware=subject.where,
+        hardware=subject.hardware_name,
         compute=compute,
         steps=len(seconds[True]) + len(seconds[False]),
         measured=probe.measured,
@@ -383,7 +383,7 @@ def _choices(subject: _Subject) -> tuple[list[Choice], dict[str, str]]:
     )
     if not choices:
         reasons = list(dict.fromkeys(unsupported.values()))
-        raise ConfigError([f"advise: no FP8 scaling runs on {subject.where}", *reasons[:3]])
+        raise ConfigError([f"advise: no FP8 scaling runs on {subject.hardware_name}", *reasons[:3]])
     return choices, unsupported
 
 

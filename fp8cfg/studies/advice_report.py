@@ -113,8 +113,10 @@ class Advice:
                 lines += [f"#   {reason}" for reason in override.reasons]
             preset = dict(word.split("=", 1) for word in self.remedy.preset)
         # Values equal to the named preset are left out.
-        named = {"precision": preset["precision"]} if "precision" in preset else {}
-        values = as_data(self.recipe, named)
+        choices = {}
+        if "precision" in preset:
+            choices["precision"] = preset["precision"]
+        values = as_data(self.recipe, choices)
         if self.is_custom:
             # convert_model needs no keys of a model or of training.
             values = {key: values[key] for key in ("precision", "fp8") if key in values}
@@ -184,16 +186,20 @@ def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
     for error in advice.errors:
         if error.scaling in columns:
             row = worst.setdefault(group_of(error.layer), {})
-            before = row.get(error.scaling)
-            if before is None or error.ratio > before.ratio:
+            current_worst = row.get(error.scaling)
+            if current_worst is None or error.ratio > current_worst.ratio:
                 row[error.scaling] = error
-    order = sorted(worst, key=lambda group: -max(each.ratio for each in worst[group].values()))
+
+    def largest_ratio(group: str) -> float:
+        return max(error.ratio for error in worst[group].values())
+
     rows = []
-    for group in order:
+    for group in sorted(worst, key=largest_ratio, reverse=True):
         cells = []
         for name in columns:
             error = worst[group][name]
-            cells.append(f"{error.ratio:.1f}{'!' if error.alarming else ' '}")
+            mark = "!" if error.alarming else " "
+            cells.append(f"{error.ratio:.1f}{mark}")
         rows.append([group, *cells])
     # "current row hybrid" becomes "row" and "delayed hybrid" becomes "delayed": narrow columns.
     heads = [name.removesuffix(f" {title}").removeprefix("current row") for name in columns]
@@ -211,14 +217,16 @@ def _causes(advice: Advice) -> str:
     for (layer, tensor), errors in list(by_cause.items())[:MAX_CAUSES]:
         worst = errors[0]
         scalings = dict.fromkeys(error.scaling for error in errors)
-        others = [name for name in scalings if name != worst.scaling]
+        more_scalings = [name for name in scalings if name != worst.scaling]
         lines.append(f"{layer}: {tensor}")
         lines.append(wrapped(f"{worst.scaling}: {worst}", "  ", "    "))
-        if others:
-            lines.append(wrapped(f"also under {', '.join(others)}", "  ", "    "))
+        if more_scalings:
+            lines.append(wrapped(f"also under {', '.join(more_scalings)}", "  ", "    "))
     if len(by_cause) > MAX_CAUSES:
         lines.append(f"and {len(by_cause) - MAX_CAUSES} more; the JSON output has all")
-    return "\n".join(["tensors to blame", *lines]) if lines else "No GEMM is unhealthy."
+    if not lines:
+        return "No GEMM is unhealthy."
+    return "\n".join(["tensors to blame", *lines])
 
 
 def _scalings(advice: Advice) -> str:
@@ -234,12 +242,17 @@ def _scalings(advice: Advice) -> str:
 def _advice(advice: Advice) -> str:
     """Formats the advised scaling, its overrides and the reasons for them."""
     remedy = advice.remedy
-    healthy = [each.scaling for each in advice.remedies if each.recipe and not each.overrides]
+    healthy = []
+    for candidate in advice.remedies:
+        if candidate.recipe and not candidate.overrides:
+            healthy.append(candidate.scaling)
     healthy_line = wrapped(f"scalings without unhealthy layers: {', '.join(healthy)}", more="  ")
     if remedy is None:
-        what = "this scaling" if advice.asked else "FP8"
-        line = f"advice: stay with precision={advice.compute}; no layer is healthy in {what}"
-        return f"{line}\n{healthy_line}" if healthy else line
+        precision = "this scaling" if advice.asked else "FP8"
+        line = f"advice: stay with precision={advice.compute}; no layer is healthy in {precision}"
+        if healthy:
+            line += f"\n{healthy_line}"
+        return line
     lines = [f"advice: {remedy.scaling}"]
     lines += [f"  {word}" for word in remedy.preset]
     for override in remedy.overrides:

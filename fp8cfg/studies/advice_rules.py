@@ -115,7 +115,7 @@ def layer_errors(
         for index, candidate in enumerate(candidates):
             # The median step, with all of its figures: one bad batch does not decide. Of two middle
             # steps, the worse one.
-            of_steps = sorted((step[index] for step in steps), key=lambda each: each.error)
+            of_steps = sorted((step[index] for step in steps), key=lambda error: error.error)
             typical = of_steps[len(of_steps) // 2]
             blamed = typical.blamed
             of_layers.append(
@@ -215,19 +215,21 @@ def find_remedy(
         # this layer in FP8.
         current = candidate.name.replace("delayed", "current")
         stale = {
-            name: each
-            for name, each in unhealthy.items()
+            name: layer_errors
+            for name, layer_errors in unhealthy.items()
             if name in amaxes and name not in _unhealthy(errors, current, choice.coverage.linears)
         }
         if any(error.scaling == current for error in errors) and stale:
             overrides += delayed_overrides(candidate, stale, amaxes, measured)
-            unhealthy = {name: each for name, each in unhealthy.items() if name not in stale}
+            unhealthy = {
+                name: layer_errors for name, layer_errors in unhealthy.items() if name not in stale
+            }
     share = 0.0
     chosen: list[Override] = []
     final: Recipe | None = None
     for option in _layer_options(choice, unhealthy):
         try:
-            recipe = change(choice.recipe, [each.word for each in (*overrides, *option)])
+            recipe = change(choice.recipe, [override.word for override in (*overrides, *option)])
             share_of_option = cover(recipe).share
         except ConfigError:  # no layer is left in FP8
             continue
@@ -283,11 +285,14 @@ def choose_remedy(remedies: Sequence[Remedy], is_blackwell: bool) -> Remedy | No
         The remedy. None if no scaling has layers left in FP8.
     """
     order = ("mxfp8", *ORDER) if is_blackwell else ORDER
-    usable = [each for each in remedies if each.recipe is not None and each.scaling in order]
+    usable = []
+    for remedy in remedies:
+        if remedy.recipe is not None and remedy.scaling in order:
+            usable.append(remedy)
     # Lost FLOPs, not FLOPs in FP8: a preset with BF16 layers at both ends loses nothing by them.
-    least = min((each.lost for each in usable), default=0.0)
-    healthy = [each for each in usable if each.lost <= least + TOLERANCE]
-    return min(healthy, key=lambda each: order.index(each.scaling), default=None)
+    min_lost = min((remedy.lost for remedy in usable), default=0.0)
+    healthy = [remedy for remedy in usable if remedy.lost <= min_lost + TOLERANCE]
+    return min(healthy, key=lambda remedy: order.index(remedy.scaling), default=None)
 
 
 def _layer_options(
@@ -297,15 +302,15 @@ def _layer_options(
     if not unhealthy:
         return [[]]
     options = [_excluded(choice, unhealthy)]
-    every = [error for errors in unhealthy.values() for error in errors]
-    gemms = {error.gemm for error in every}
+    all_errors = [error for errors in unhealthy.values() for error in errors]
+    gemms = {error.gemm for error in all_errors}
     if len(gemms) < len(GEMMS):
         # The keys of override_linear_precision hold for all layers. One GEMM of every layer may
         # still cost fewer FLOPs than all three GEMMs of many layers.
         option = []
         for gemm in GEMMS:
             if gemm in gemms:
-                of_gemm = [error for error in every if error.gemm == gemm]
+                of_gemm = [error for error in all_errors if error.gemm == gemm]
                 worst = max(of_gemm, key=lambda error: error.ratio)
                 reason = f"{len(of_gemm)} layers, the worst is {worst.layer}: {worst}"
                 option.append(Override(f"fp8.override_linear_precision.{gemm}=true", (reason,)))
@@ -321,23 +326,23 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
         for name, errors in unhealthy.items()
     }
     overrides = []
-    left = set(unhealthy)
-    outputs = {linear.name for linear in choice.coverage.linears if linear.output} & left
+    remaining = set(unhealthy)
+    outputs = {linear.name for linear in choice.coverage.linears if linear.output} & remaining
     if outputs:
         # Excluding the output layer would contradict fp8.output_layer=true.
         overrides.append(
             Override("fp8.output_layer=false", tuple(reasons[name] for name in sorted(outputs)))
         )
-        left -= outputs
+        remaining -= outputs
     # Whole Transformer layers at an end: a number is shorter than a list of names.
-    for key, layers in _whole_ends(in_fp8, left).items():
+    for key, layers in _whole_ends(in_fp8, remaining).items():
         count = getattr(choice.recipe.fp8, key) + len(layers)
         names = {name for layer in layers for name in layer}
         overrides.append(
             Override(f"fp8.{key}={count}", tuple(reasons[name] for name in sorted(names)))
         )
-        left -= names
-    if left:
+        remaining -= names
+    if remaining:
         # A pattern such as layers.*.mlp.linear_fc1 if all layers of a group are unhealthy. The rest
         # by name. The recipe's own patterns stay, because the override replaces the list.
         groups: dict[str, list[str]] = {}
@@ -345,13 +350,15 @@ def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> 
             groups.setdefault(group_of(name), []).append(name)
         patterns = list(choice.recipe.fp8.exclude)
         for pattern, members in groups.items():
-            chosen = [name for name in members if name in left]
+            chosen = [name for name in members if name in remaining]
             if len(members) > 1 and all(name in unhealthy for name in members) and chosen:
                 patterns.append(pattern)
             else:
                 patterns += chosen
         word = f"fp8.exclude=[{','.join(patterns)}]"
-        overrides.append(Override(word, tuple(reasons[name] for name in in_fp8 if name in left)))
+        overrides.append(
+            Override(word, tuple(reasons[name] for name in in_fp8 if name in remaining))
+        )
     return overrides
 
 
@@ -427,7 +434,7 @@ def delayed_overrides(
         )
         overrides.append(Override(f"fp8.margin={margin}", (reason,)))
     if sunk:
-        error = max(sunk, key=lambda each: each.ratio)
+        error = max(sunk, key=lambda error: error.ratio)
         series = amaxes[error.layer]
         role = roles[error.tensor]
         length = _history_length(series, role, candidate, measured)

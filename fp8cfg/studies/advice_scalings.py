@@ -58,12 +58,16 @@ def list_choices(
     """
     # FP8 presets exist for bf16 and fp16. An fp32 recipe is compared with the bf16 presets.
     compute = "fp16" if recipe.precision.compute == "fp16" else "bf16"
-    own = _name(recipe) if recipe.fp8.enabled else ""
+    recipe_scaling = ""
+    if recipe.fp8.enabled:
+        recipe_scaling = _name(recipe)
     supported = []
     unsupported = {}
     for name, words in _words_of_scalings(compute):
         try:
-            changed = recipe if name == own else compose([*words, *_kept_words(recipe)])
+            changed = recipe
+            if name != recipe_scaling:
+                changed = compose([*words, *_kept_words(recipe)])
             # Only for its ConfigError. here=False, because the target GPU may be elsewhere.
             choose(
                 changed.precision,
@@ -78,7 +82,8 @@ def list_choices(
             continue
         # Without overrides for the recipe's own scaling: `_choose` recognizes it by this.
         preset = words[0].partition("=")[2]
-        candidate = Candidate(name, preset, () if name == own else tuple(words), changed.fp8)
+        overrides = () if name == recipe_scaling else tuple(words)
+        candidate = Candidate(name, preset, overrides, changed.fp8)
         supported.append(Choice(candidate, changed, coverage))
     return supported, unsupported
 

@@ -300,9 +300,9 @@ def _recipe_notes(run: RunData) -> list[str]:
     notes = []
     for step, recipe in past:
         values = []
-        for key, (before, _) in recipe.diff(run.recipe).items():
+        for key, (old_value, _) in recipe.diff(run.recipe).items():
             if not any(fnmatch(key, pattern) for pattern in WITHOUT_EFFECT):
-                values.append(f"{key}={shown(before)}")
+                values.append(f"{key}={shown(old_value)}")
         if values:
             notes.append(
                 f"{run.folder}: resumed with changes; up to step {step} it had {', '.join(values)}"
@@ -367,8 +367,8 @@ def _run_table(runs: Sequence[ComparedRun], labels: Sequence[str]) -> str:
                 _number(run.loss, ".4f"),
                 _number(run.val_loss, ".4f"),
                 _number(run.tokens_per_second, ",.0f"),
-                "-" if run.memory is None else size(run.memory),
-                "-" if run.checkpoint is None else size(run.checkpoint),
+                _size(run.memory),
+                _size(run.checkpoint),
                 _number(run.fp8_share, ".1%"),
             ]
         )
@@ -404,12 +404,23 @@ def _label(index: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     """Formats a measurement, "-" without one."""
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form)
+
+
+def _size(num_bytes: int | None) -> str:
+    """Formats a number of bytes, "-" without one."""
+    if num_bytes is None:
+        return "-"
+    return size(num_bytes)
 
 
 def _step(step: int | None) -> str:
     """Formats the first step of a difference."""
-    return "never" if step is None else f"step {step}"
+    if step is None:
+        return "never"
+    return f"step {step}"
 
 
 def _plain(value: Any) -> Any:

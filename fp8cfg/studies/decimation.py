@@ -30,20 +30,20 @@ def keep_extremes(values: Floats, limit: int) -> NDArray[np.int64]:
     count = len(values)
     if count <= limit:
         return np.arange(count)
-    kept = {count - 1}
+    indices = {count - 1}
     # Up to four points of each part and the last point of the curve: at most `limit` points.
     edges = np.linspace(0, count, max((limit - 1) // 4, 1) + 1).astype(np.int64)
     for start, end in pairwise(edges):
         part = values[start:end]
         is_finite = np.isfinite(part)
-        kept.add(int(start))
+        indices.add(int(start))
         if is_finite.any():
-            kept.add(int(start + np.where(is_finite, part, np.inf).argmin()))
-            kept.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
+            indices.add(int(start + np.where(is_finite, part, np.inf).argmin()))
+            indices.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
         if not is_finite.all():
             # Otherwise a line would bridge the gap. argmin finds the first False.
-            kept.add(int(start + is_finite.argmin()))
-    return np.array(sorted(kept))
+            indices.add(int(start + is_finite.argmin()))
+    return np.array(sorted(indices))
 
 
 def running_mean(values: Floats, window: int) -> Floats:

@@ -297,7 +297,7 @@ def _val_table(report: ParityReport) -> Table:
 def _run_table(report: ParityReport) -> Table:
     """Lists the run folders, with a given baseline first."""
     rows: list[list[str]] = []
-    for seed, folder in report.study.given.items():
+    for seed, folder in report.study.baseline_folders.items():
         rows.append([report.study.baseline, str(seed), str(folder)])
     for run in report.study.runs:
         rows.append([run.precision, str(run.seed), str(run.folder)])

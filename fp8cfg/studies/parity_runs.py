@@ -77,7 +77,7 @@ class Study:
         precisions: Names of the other precisions.
         seeds: Seeds of the runs.
         runs: Runs to train, the baseline first. A given baseline is not among them.
-        given: Run folders of an existing baseline by seed. Empty if the study trains the baseline.
+        baseline_folders: Run folders of an existing baseline by seed. Empty if the study trains the baseline.
         tolerance: Largest accepted gap, in nats per token.
     """
 
@@ -86,7 +86,7 @@ class Study:
     precisions: Sequence[str]
     seeds: Sequence[int]
     runs: Sequence[PlannedRun]
-    given: Mapping[int, Path]
+    baseline_folders: Mapping[int, Path]
     tolerance: float
 
     @property
@@ -154,16 +154,16 @@ def make_study(
     for recipe in recipes.values():
         _refuse_single_run_keys(recipe)
     if against:
-        given = _given_baseline(against, first)
+        baseline_folders = _read_baseline(against, first)
         # With "run " in front: a run folder may have the name of a preset, such as bf16.
-        baseline = f"run {', '.join(run_name(path) for path in given.values())}"
-        all_seeds = list(given)
-        others = names
+        baseline = f"run {', '.join(run_name(path) for path in baseline_folders.values())}"
+        all_seeds = list(baseline_folders)
+        compared = names
     else:
-        given = {}
-        baseline, *others = names
+        baseline_folders = {}
+        baseline, *compared = names
         all_seeds = [first.trainer.seed + number for number in range(seeds)]
-    if not others:
+    if not compared:
         raise ConfigError(
             f"precision={baseline}: is the baseline; add a precision to compare with it, as in"
             f" precision={baseline},bf16_fp8"
@@ -177,7 +177,7 @@ def make_study(
         for seed in all_seeds:
             folder = root / f"{_folder_name(name)}-seed{seed}"
             runs.append(PlannedRun(name, seed, _recipe_of_run(recipe, seed, folder), folder))
-    return Study(first.name, baseline, others, all_seeds, runs, given, tolerance)
+    return Study(first.name, baseline, compared, all_seeds, runs, baseline_folders, tolerance)
 
 
 def _refuse_single_run_keys(recipe: Recipe) -> None:
@@ -196,11 +196,12 @@ def _refuse_equal(recipes: Mapping[str, Recipe]) -> None:
     """Raises ConfigError if two precisions are equal or would share a folder."""
     # Equal recipes under two names would pass as a comparison with a gap of exactly 0.
     problems = []
-    for one, other in itertools.combinations(recipes, 2):
-        if same_results(recipes[one], recipes[other]):
-            problems.append(f"precision={one},{other}: are the same precision; drop one of them")
-        elif _folder_name(one) == _folder_name(other):
-            problems.append(f"precision={one},{other}: would share a run folder; drop one of them")
+    for first, second in itertools.combinations(recipes, 2):
+        key = f"precision={first},{second}"
+        if same_results(recipes[first], recipes[second]):
+            problems.append(f"{key}: are the same precision; drop one of them")
+        elif _folder_name(first) == _folder_name(second):
+            problems.append(f"{key}: would share a run folder; drop one of them")
     refuse_if(problems)
 
 
@@ -220,7 +221,7 @@ def _recipe_of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:
     return recipe
 
 
-def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, Path]:
+def _read_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, Path]:
     """Returns the run folders of an existing baseline by seed.
 
     Args:
@@ -231,15 +232,17 @@ def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, 
         ConfigError: A run differs from `recipe` in more than precision and seed, or two runs have
             the same seed.
     """
-    given: dict[int, Path] = {}
+    folder_by_seed: dict[int, Path] = {}
     problems = []
     for folder in folders:
         path = Path(folder)
         run = read_run(path)
         seed = run.recipe.trainer.seed
-        if seed in given:
-            problems.append(f"--against {path}: has trainer.seed={seed}, as {given[seed]} has")
-        given[seed] = path
+        if seed in folder_by_seed:
+            problems.append(
+                f"--against {path}: has trainer.seed={seed}, as {folder_by_seed[seed]} has"
+            )
+        folder_by_seed[seed] = path
         for key in other_keys(run.recipe, recipe):
             if key == "trainer.seed":
                 continue
@@ -249,7 +252,7 @@ def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, 
                 f" {_value(recipe, key)}; write {key}={theirs}"
             )
     refuse_if(problems)
-    return given
+    return folder_by_seed
 
 
 def other_keys(before: Recipe, recipe: Recipe) -> list[str]:
@@ -259,9 +262,9 @@ def other_keys(before: Recipe, recipe: Recipe) -> list[str]:
     ]
 
 
-def same_results(one: Recipe, other: Recipe) -> bool:
+def same_results(first: Recipe, second: Recipe) -> bool:
     """Whether two recipes have the same losses."""
-    return not _changed_keys(one, other)
+    return not _changed_keys(first, second)
 
 
 def _changed_keys(before: Recipe, recipe: Recipe) -> list[str]:
@@ -387,10 +390,10 @@ def has_started(run: PlannedRun) -> bool:
     for recipe in [folder.read_recipe(), *(recipe for _, recipe in folder.past_recipes())]:
         keys = _changed_keys(recipe, run.recipe)
         if keys:
-            before, now = _value(recipe, keys[0]), _value(run.recipe, keys[0])
-            more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+            old_value, value = _value(recipe, keys[0]), _value(run.recipe, keys[0])
+            suffix = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
             raise ConfigError(
-                f"{run.folder}: has a run with {keys[0]}={before}, not {now}{more}; delete it, or"
+                f"{run.folder}: has a run with {keys[0]}={old_value}, not {value}{suffix}; delete it, or"
                 f" set name=NAME for another study"
             )
     return True

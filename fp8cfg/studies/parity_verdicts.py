@@ -57,7 +57,9 @@ def judge(study: Study) -> ParityReport:
     """
     runs = _read_runs(study)
     _check_baseline(study, runs[study.baseline])
-    losses = {name: {seed: _losses(run) for seed, run in of.items()} for name, of in runs.items()}
+    losses = {}
+    for name, runs_by_seed in runs.items():
+        losses[name] = {seed: _losses(run) for seed, run in runs_by_seed.items()}
     # Without diverged precisions: their few steps would shorten the comparison of all others.
     healthy = {
         name: of_seed
@@ -96,8 +98,8 @@ Runs = Mapping[str, Mapping[int, RunData]]
 def _read_runs(study: Study) -> Runs:
     """Reads all run folders. Raises ConfigError if a run has no steps yet."""
     folders: dict[str, dict[int, Path]] = {}
-    if study.given:
-        folders[study.baseline] = dict(study.given)
+    if study.baseline_folders:
+        folders[study.baseline] = dict(study.baseline_folders)
     for run in study.runs:
         folders.setdefault(run.precision, {})[run.seed] = run.folder
     runs: dict[str, dict[int, RunData]] = {}
@@ -273,14 +275,17 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
     # A file may change between two runs, and no key shows it. The digest does.
     if len({_corpus(run) for run in all_runs} - {None}) > 1:
         yield "The runs were not trained on the same data: the text or the tokens differ."
-    before = _read_json(first.folder, ENVIRONMENT)
+    first_environment = _read_json(first.folder, ENVIRONMENT)
     lines: dict[str, None] = {}
     for run in all_runs:
-        lines |= dict.fromkeys(compare_environments(before, _read_json(run.folder, ENVIRONMENT)))
+        lines |= dict.fromkeys(
+            compare_environments(first_environment, _read_json(run.folder, ENVIRONMENT))
+        )
     # Two uncommitted states of the code cannot be compared, so their note would say nothing.
-    found = [line for line in lines if not line.startswith(("command", "code: uncommitted"))]
-    if found:
-        yield f"The runs were not trained in the same environment: {'; '.join(found[:3])}."
+    ignored = ("command", "code: uncommitted")
+    differences = [line for line in lines if not line.startswith(ignored)]
+    if differences:
+        yield f"The runs were not trained in the same environment: {'; '.join(differences[:3])}."
 
 
 def _corpus(run: RunData) -> str | None:

@@ -148,7 +148,7 @@ def _overview(runs: Sequence[ReportedRun]) -> list[Block]:
 
 def _facts(run: ReportedRun) -> Facts:
     """Returns the key figures of a single run. Missing ones are left out."""
-    found: dict[str, Value] = {
+    facts: dict[str, Value] = {
         "state": run.data.state,
         "steps": f"{run.data.steps:,} of {run.data.recipe.trainer.max_steps:,}",
         "training loss": _last(run, "loss"),
@@ -157,7 +157,7 @@ def _facts(run: ReportedRun) -> Facts:
         "peak memory": _peak(run),
         "FLOPs in FP8": _share(run),
     }
-    return Facts([(name, value) for name, value in found.items() if value is not None])
+    return Facts([(name, value) for name, value in facts.items() if value is not None])
 
 
 def _overview_table(runs: Sequence[ReportedRun]) -> Table:
@@ -282,8 +282,8 @@ def _coverage(run: ReportedRun) -> list[Block]:
         names = ("p", "o", "ds", "dv", "dq", "dk")
         # Layers with equal formats share a row.
         kinds: dict[tuple[str, ...], int] = {}
-        for each in attention:
-            key = (*(each[name] for name in names), each["reason"])
+        for layer in attention:
+            key = (*(layer[name] for name in names), layer["reason"])
             kinds[key] = kinds.get(key, 0) + 1
         attention_rows: list[list[Value]] = [[count, *kind] for kind, count in kinds.items()]
         blocks.append(Table(["layers", *names, "reason"], attention_rows, "Attention"))
@@ -311,18 +311,18 @@ def _tensors(runs: Sequence[ReportedRun]) -> list[Block]:
     histories = {run.name: run.history for run in runs if run.history is not None}
     columns = report_figures.heat_map_columns(list(histories.values()))
     panels: dict[str, Sequence[Block]] = {}
-    without = []
+    unrecorded = []
     for run in runs:
         if run.history is not None:
             tokens = report_figures.tokens_of_steps(run.data)
             panels[run.name] = report_figures.heat_maps(run.history, tokens, columns)
         elif run.data.recipe.fp8.enabled:
-            without.append(run.name)
+            unrecorded.append(run.name)
     if panels:
         blocks += _panels("Run", panels)
-    if without:
+    if unrecorded:
         line = (
-            f"{', '.join(without)}: amax, scale, underflow, overflow and rounding error of each"
+            f"{', '.join(unrecorded)}: amax, scale, underflow, overflow and rounding error of each"
             f" tensor were not recorded. Set {STATS_KEY}=100 to record them."
         )
         blocks.append(Text(line))
@@ -344,13 +344,13 @@ def _memory(runs: Sequence[ReportedRun], curves: Sequence[Curve]) -> list[Block]
     plans = {run.name: run.planned for run in runs if isinstance(run.planned, PlanReport)}
     # Runs may have different kinds: only some have master weights. `widest` is the rank with the
     # largest peak.
-    kinds = list(dict.fromkeys(kind for each in plans.values() for kind in each.widest.memory))
+    kinds = list(dict.fromkeys(kind for plan in plans.values() for kind in plan.widest.memory))
     rows: list[list[Value]] = []
     for kind in kinds:
-        bytes_ = [each.widest.memory.get(kind, 0) for each in plans.values()]
+        bytes_ = [plan.widest.memory.get(kind, 0) for plan in plans.values()]
         if any(bytes_):
             rows.append([MEMORY_KINDS.get(kind, kind), *(size(count) for count in bytes_)])
-    rows.append(["planned peak", *(size(each.widest.total) for each in plans.values())])
+    rows.append(["planned peak", *(size(plan.widest.total) for plan in plans.values())])
     measured = {run.name: _peak(run) for run in runs}
     rows.append(["measured peak", *(measured[name] for name in plans)])
     if plans:
@@ -417,8 +417,8 @@ def _different_values(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
 def _environment(runs: Sequence[ReportedRun]) -> list[Block]:
     """Returns packages, GPUs, command and code of each run."""
     lines = [_environment_lines(run.environment) for run in runs]
-    names = list(dict.fromkeys(name for each in lines for name in each))
-    rows = [[name, *(each.get(name) for each in lines)] for name in names]
+    names = list(dict.fromkeys(name for run_lines in lines for name in run_lines))
+    rows = [[name, *(run_lines.get(name) for run_lines in lines)] for name in names]
     return [Table(["", *(run.name for run in runs)], rows)]
 
 
@@ -433,8 +433,9 @@ def _environment_lines(environment: Mapping[str, Any]) -> dict[str, str]:
             lines[name] = " ".join(map(str, value))
         elif isinstance(value, dict):
             # Names of packages and environment variables explain themselves. "commit" does not.
-            before = "code " if name == "code" else ""
-            lines |= {f"{before}{inner}": shown(each) for inner, each in value.items()}
+            prefix = "code " if name == "code" else ""
+            for inner_name, inner_value in value.items():
+                lines[f"{prefix}{inner_name}"] = shown(inner_value)
         elif value not in (None, [], {}):
             lines[name] = shown(value)
     return lines

@@ -65,7 +65,7 @@ def tokens_per_second(run: RunData) -> Series:
         return series
     steps, seconds = run.series("seconds")
     tokens = run.recipe.trainer.global_batch_size * run.recipe.model.seq_length
-    return steps, [tokens / each if each > 0 else np.nan for each in seconds]
+    return steps, [tokens / duration if duration > 0 else np.nan for duration in seconds]
 
 
 def tokens_of_steps(run: RunData) -> Callable[[Any], Floats]:
@@ -145,7 +145,7 @@ def overflow(curves: Sequence[Curve]) -> list[Block]:
     def skipped(run: RunData) -> Series:
         """Returns the number of skipped steps until each step. Empty without skipped steps."""
         steps, stepped = run.series("stepped")
-        total = np.cumsum([not each for each in stepped])
+        total = np.cumsum([not value for value in stepped])
         return (steps, total.tolist()) if len(total) and total[-1] else ([], [])
 
     figures = [
@@ -225,16 +225,16 @@ def _difference(title: str, curves: Sequence[Curve], name: str) -> Figure | None
     Returns:
         The figure. None if no run has a number of tokens in common with the reference.
     """
-    reference, *others = curves
+    reference, *compared = curves
     # By tokens, not by steps: runs may differ in batch size.
     base = _at_tokens(reference, name)
     lines = _Lines(_points(curves))
-    for curve in others:
-        found = _at_tokens(curve, name)
-        common = sorted(base.keys() & found.keys())
+    for curve in compared:
+        losses = _at_tokens(curve, name)
+        common = sorted(base.keys() & losses.keys())
         if common:
-            gap = np.array([found[tokens][1] - base[tokens][1] for tokens in common])
-            steps = np.array([found[tokens][0] for tokens in common])
+            gap = np.array([losses[tokens][1] - base[tokens][1] for tokens in common])
+            steps = np.array([losses[tokens][0] for tokens in common])
             lines.add(curve, steps, gap, smooth=name == "loss", markers=name != "loss")
     return lines.figure(title)
 
@@ -281,20 +281,20 @@ class _Lines:
             markers: Whether to mark each point of a short curve.
         """
         # The curve itself is decimated with all spikes. Behind its mean it is pale.
-        kept = keep_extremes(values, self._limit)
+        indices = keep_extremes(values, self._limit)
         is_smooth = smooth and len(values) >= SMOOTH_FROM
         trace: dict[str, Any] = {}
         if is_smooth:
             trace = {"opacity": 0.28, "hoverinfo": "skip"}
         if markers and len(values) <= MARKED_POINTS:
             trace |= {"mode": "lines+markers", "marker": {"size": 5}}
-        self._trace(curve, steps[kept], values[kept], **trace)
+        self._trace(curve, steps[indices], values[indices], **trace)
         if is_smooth:
             # The mean of all values, not only of the kept ones: extremes would bias it.
             means = running_mean(values, _window(len(values)))
             count = min(MEAN_POINTS, self._limit)
-            kept = np.unique(np.linspace(0, len(values) - 1, count).astype(np.int64))
-            self._trace(curve, steps[kept], means[kept])
+            indices = np.unique(np.linspace(0, len(values) - 1, count).astype(np.int64))
+            self._trace(curve, steps[indices], means[indices])
 
     def figure(
         self, title: str, log_switch: bool = False, wide: bool = False, exponent: str = "SI"
@@ -418,14 +418,14 @@ def _heat_map(
     centers = history.steps.mean(axis=1)
     suffix = "%" if look.percent else ""
     # page.js replaces z by its logarithm and keeps the original values in customdata.
-    shown = "customdata" if look.log else "z"
+    hover_field = "customdata" if look.log else "z"
     trace: Mapping[str, Any] = {
         "type": "heatmap",
         "z": packed((values * 100 if look.percent else values).astype(np.float32)),
         "y": [plotly_text(layer) for layer in layers],
         "colorscale": "Viridis",
         "colorbar": {"ticksuffix": suffix},
-        "hovertemplate": f"%{{y}}<br>%{{x:,.0f}}: %{{{shown}:.4~g}}{suffix}<extra></extra>",
+        "hovertemplate": f"%{{y}}<br>%{{x:,.0f}}: %{{{hover_field}:.4~g}}{suffix}<extra></extra>",
     }
     note = look.note
     if name == "scale_min" and "scale_max" in _shown_statistics(history):

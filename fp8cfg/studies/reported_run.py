@@ -67,16 +67,17 @@ def run_folders(
     if not runs:
         raise ConfigError("report: needs a run folder, as in: fp8cfg report runs/NAME")
     # By resolved path, because a folder may be given twice: as the reference and in a sweep.
-    found: dict[Path, Path] = {}
-    for given in [reference, *runs] if reference is not None else runs:
-        folder = Path(given)
-        inner = find_runs(folder)
+    folders: dict[Path, Path] = {}
+    paths = list(runs)
+    if reference is not None:
+        paths.insert(0, reference)
+    for path in paths:
         # For a folder without runs, read_run raises the error.
-        for each in inner or [folder]:
-            found.setdefault(each.resolve(), each)
-    if len(found) > MOST_RUNS:
-        raise ConfigError(f"report: {len(found)} runs are too many; choose up to {MOST_RUNS}")
-    return list(found.values())
+        for folder in find_runs(Path(path)) or [Path(path)]:
+            folders.setdefault(folder.resolve(), folder)
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"report: {len(folders)} runs are too many; choose up to {MOST_RUNS}")
+    return list(folders.values())
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
@@ -119,12 +120,12 @@ def _json_file(folder: RunFolder, name: str) -> dict[str, Any] | None:
     if not folder.files.kind(name):
         return None
     try:
-        found = json.loads(folder.files.read(name))
+        data = json.loads(folder.files.read(name))
     except (OSError, ValueError, RecursionError, StrangeFile) as error:
         raise RunFolderError(f"{folder.path / name}: cannot be read ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise RunFolderError(f"{folder.path / name}: is no JSON object")
-    return found
+    return data
 
 
 def _plan(

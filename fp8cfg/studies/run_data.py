@@ -109,11 +109,11 @@ def open_run(folder: str | Path) -> RunFolder:
     if _has_run(os.listdir(run.path)):
         return run
     # The usual mistake is the folder above: name a run in it.
-    below = sorted(_runs_below(run.path))
+    inner_runs = sorted(_runs_below(run.path))
     advice = "check the path, or list your runs with fp8cfg runs"
-    if below:
-        count = "1 run" if len(below) == 1 else f"{len(below)} runs"
-        advice = f"it has {count} in it, such as {below[0]}"
+    if inner_runs:
+        count = "1 run" if len(inner_runs) == 1 else f"{len(inner_runs)} runs"
+        advice = f"it has {count} in it, such as {inner_runs[0]}"
     raise RunFolderError(f"{folder}: not a run folder, {run.recipe} is missing; {advice}")
 
 

@@ -269,7 +269,7 @@ def _parse_condition(text: str) -> list[Condition]:
     override = parse_argument(text, Library())
     if override.group:
         return [Condition(override.group, override.name)]
-    return [Condition(name, _as_list(wanted)) for name, wanted in override.values.items()]
+    return [Condition(name, _as_list(value)) for name, value in override.values.items()]
 
 
 def _matches(

@@ -118,11 +118,11 @@ class MetricsTail:
             raise RunFolderError(printable(str(error))) from None
         if not rows:
             return []
-        seen = self.last_row["step"] if self.last_row else 0
+        last_step = self.last_row["step"] if self.last_row else 0
         self.last_row = rows[-1]
         if is_replaced:
-            # A resume copies the file without the steps to repeat. Rows up to `seen` were shown.
-            return [row for row in rows if row["step"] > seen]
+            # A resume copies the file without the steps to repeat. Rows up to `last_step` were shown.
+            return [row for row in rows if row["step"] > last_step]
         return rows
 
 
