@@ -55,11 +55,11 @@ def run(argv: list[str]) -> int:
         _read_step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
     )
     with RunFolder.open(arguments.plain[0], lock=False) as folder:
-        before, step = newest_recipe(folder, choice)
+        recipe_before, step = newest_recipe(folder, choice)
 
     def resolve(words: Sequence[str]) -> ResolvedRecipe:
         """Composes the recipe of overrides on top of the checkpoint's."""
-        return resolve_on_ranks(words, config_dir, base=before)
+        return resolve_on_ranks(words, config_dir, base=recipe_before)
 
     def change(base: Recipe) -> Recipe:
         """Applies the overrides to the recipe of the loaded checkpoint, with notes."""
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
         refuse_if(resolved.problems)
     causes = {short(item.key): item.cause for item in resolved.changes}
     # Before ranks start: one process prints the error. Each rank checks again.
-    refuse_changes(before, resolved.recipe, allow, causes, step=step)
+    refuse_changes(recipe_before, resolved.recipe, allow, causes, step=step)
 
     def takes(other: Recipe) -> bool:
         """Returns whether this run can resume with a suggested recipe."""
