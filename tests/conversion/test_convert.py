@@ -303,7 +303,7 @@ def test_a_layer_that_is_kept_in_a_list_is_found_out(backend: str) -> None:
         fp8.autocast(),
         pytest.raises(
             fp8cfg.NotFP8Error,
-            match="a: the model calls the layer that an FP8 one has taken the place of",
+            match="a: the model calls the layer that an FP8 layer has replaced",
         ),
     ):
         model(torch.randn(16, 64))

@@ -34,11 +34,11 @@ class Casts(NamedTuple):
     to: torch.dtype | str
     back: bool
 
-    def of(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    def gemm_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
         """Returns the dtype of the GEMM for an input and a weight of these dtypes."""
-        return (
-            self.to if isinstance(self.to, torch.dtype) else {"input": x, "weight": weight}[self.to]
-        )
+        if isinstance(self.to, torch.dtype):
+            return self.to
+        return {"input": x, "weight": weight}[self.to]
 
 
 def casts_of(linear: nn.Linear) -> Casts | None:
@@ -58,18 +58,23 @@ def casts_of(linear: nn.Linear) -> Casts | None:
         torch.autocast(linear.weight.device.type, enabled=False),
     ):
         try:
-            small = _small(linear)
-            ran = [(x, y) for x in _inputs(small) if (y := _ran(small, x)) is not None]
+            small = _small_copy(linear)
+            runs = []
+            for x in _inputs(small):
+                tensors = _run_reproducibly(small, x)
+                if tensors is not None:
+                    runs.append((x, tensors))
         # User code may raise anything. The layer then stays in high precision.
         except Exception:
             return None
-        if not ran:
+        if not runs:
             return None
         # Values and gradients must have the same bits as a reference with these casts.
         for to in ("input", "weight", *_DTYPES):
             for back in (False, True):
                 casts = Casts(to, back)
-                if all(_same(y, _run(partial(_reference, small, casts), small, x)) for x, y in ran):
+                reference = partial(_reference, small, casts)
+                if all(_same(tensors, _run(reference, small, x)) for x, tensors in runs):
                     return casts
     return None
 
@@ -80,8 +85,8 @@ def differs(linear: nn.Linear) -> bool:
         return False
     with torch.random.fork_rng(devices=()):
         try:
-            small = _small(linear)
-            return any(_ran(small, x) is not None for x in _inputs(small))
+            small = _small_copy(linear)
+            return any(_run_reproducibly(small, x) is not None for x in _inputs(small))
         except _NotALinear:
             return True
         except Exception:
@@ -90,11 +95,10 @@ def differs(linear: nn.Linear) -> bool:
 
 def cast_as(old: nn.Module, new: nn.Module) -> None:
     """Makes the layer `new` cast like `old`, which it replaces."""
-    if (
-        isinstance(old, nn.Linear)
-        and type(old).forward is not nn.Linear.forward
-        and (casts := casts_of(old)) is not None
-    ):
+    if not isinstance(old, nn.Linear) or type(old).forward is nn.Linear.forward:
+        return
+    casts = casts_of(old)
+    if casts is not None:
         vars(new)["forward"] = partial(_forward, new, casts)
 
 
@@ -103,39 +107,36 @@ def _forward(layer: nn.Module, casts: Casts, x: Tensor) -> Tensor:
 
     torch.autocast does the cast, because all backends follow it for input, weight and bias.
     """
-    device, weight = x.device.type, layer._parameters["weight"]
+    device = x.device.type
+    weight = layer._parameters["weight"]
     assert weight is not None
     run = type(layer).forward
     # Under the user's autocast F.linear casts its operands after the casts of the class.
     if torch.is_autocast_enabled(device):
         y: Tensor = run(layer, x)
-        return y.to(x.dtype) if casts.back else y
-    dtype = casts.of(x.dtype, weight.dtype)
-    with torch.autocast(
-        device,
-        dtype if dtype in _AUTOCAST else None,
-        enabled=dtype in _AUTOCAST and dtype != weight.dtype,
-    ):
-        y = run(layer, x.to(dtype))
-    return y.to(x.dtype) if casts.back else y
+    else:
+        dtype = casts.gemm_dtype(x.dtype, weight.dtype)
+        needs_cast = dtype in _AUTOCAST and dtype != weight.dtype
+        autocast_dtype = dtype if dtype in _AUTOCAST else None
+        with torch.autocast(device, autocast_dtype, enabled=needs_cast):
+            y = run(layer, x.to(dtype))
+    if casts.back:
+        return y.to(x.dtype)
+    return y
 
 
-def _small(linear: nn.Linear) -> nn.Linear:
+def _small_copy(linear: nn.Linear) -> nn.Linear:
     """Returns a copy of `linear` with 16 inputs, 24 outputs, random weights and no hooks."""
     small = copy.copy(linear)
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shapes = {"weight": (24, 16), "bias": (24,)}
-    drawn: dict[str, nn.Parameter | None] = {
-        name: (
-            None
-            if p is None
-            else nn.Parameter(
-                torch.randn(shapes[name], generator=draw, dtype=torch.float32).to(p.device, p.dtype)
-            )
-        )
-        for name, p in linear._parameters.items()
-    }
-    vars(small).update(_parameters=drawn, in_features=16, out_features=24)
+    parameters: dict[str, nn.Parameter | None] = {}
+    for name, p in linear._parameters.items():
+        parameters[name] = None
+        if p is not None:
+            values = torch.randn(shapes[name], generator=generator, dtype=torch.float32)
+            parameters[name] = nn.Parameter(values.to(p.device, p.dtype))
+    vars(small).update(_parameters=parameters, in_features=16, out_features=24)
     return small
 
 
@@ -151,7 +152,7 @@ def _inputs(small: nn.Linear) -> Iterator[Tensor]:
         yield from (x.clone().requires_grad_(), x.clone().view(2, 4, 16).requires_grad_())
 
 
-def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
+def _run_reproducibly(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
     """Returns output and gradients of the forward of `small` for `x`.
 
     Returns:
@@ -160,48 +161,54 @@ def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
     Raises:
         _NotALinear: Training and evaluation differ, or two runs do.
     """
-    found: list[list[Tensor] | None] = []
+    runs: list[list[Tensor] | None] = []
     for training in (True, False, True):
         vars(small)["training"] = training
         try:
-            found.append(_run(partial(type(small).forward, small), small, x))
+            runs.append(_run(partial(type(small).forward, small), small, x))
         except RuntimeError:
-            found.append(None)
-    if found[0] is None and found[1] is None:
+            runs.append(None)
+    first, *others = runs
+    if first is None and others[0] is None:
         return None
-    if found[0] is None or any(other is None or not _same(found[0], other) for other in found[1:]):
+    if first is None:
         raise _NotALinear
-    return found[0]
+    for tensors in others:
+        if tensors is None or not _same(first, tensors):
+            raise _NotALinear
+    return first
 
 
 def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
     """Returns the output of `forward`, and the gradients of input and parameters."""
     y = forward(x)
     inputs = [x, *(p for p in small._parameters.values() if p is not None)]
-    g = (
-        torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device=y.device)
-        .view(y.shape)
-        .to(y.dtype)
-    )
     if not y.requires_grad:
         return [y]
+    grad_output = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device=y.device)
+    grad_output = grad_output.view(y.shape).to(y.dtype)
     # Zero gradients for unused inputs keep the lists of two forwards comparable.
-    return [y.detach(), *torch.autograd.grad(y, inputs, g, materialize_grads=True)]
+    gradients = torch.autograd.grad(y, inputs, grad_output, materialize_grads=True)
+    return [y.detach(), *gradients]
 
 
 def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:
     """Computes F.linear with the given casts."""
-    dtype = casts.of(x.dtype, small.weight.dtype)
+    dtype = casts.gemm_dtype(x.dtype, small.weight.dtype)
     bias: Tensor | None = small.bias
-    y = F.linear(x.to(dtype), small.weight.to(dtype), None if bias is None else bias.to(dtype))
-    return y.to(x.dtype) if casts.back else y
+    if bias is not None:
+        bias = bias.to(dtype)
+    y = F.linear(x.to(dtype), small.weight.to(dtype), bias)
+    if casts.back:
+        return y.to(x.dtype)
+    return y
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two lists of tensors have the same dtypes and bits."""
-    return len(a) == len(b) and all(
-        s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True)
-    )
+    if len(a) != len(b):
+        return False
+    return all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
 CARRIED = "carried_attributes"
@@ -224,17 +231,20 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
         new: The new module.
     """
     old = model.get_submodule(name)
+    # User attributes. A replacement of a replacement takes over the same ones.
     carried = vars(old).get(CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
         if key.endswith(_HOOKS):
             # The dict object must stay: handles of the user remove hooks from it.
             value.update(vars(new)[key])
-            _follow(value.values(), new)
-        if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
+            _rebind_hooks(value.values(), new)
+            vars(new)[key] = value
+        elif key in carried or key in ("training", "_is_full_backward_hook"):
             vars(new)[key] = value
     for key, child in old._modules.items():  # for example adapters
         new._modules.setdefault(key, child)
-    if CARRIED not in vars(old):
+    is_conversion = CARRIED not in vars(old)
+    if is_conversion:
         vars(new)[CARRIED] = carried
         if isinstance(old, nn.Linear) and type(old) is not nn.Linear:
             vars(new)[_CLASS] = type(old)
@@ -243,6 +253,7 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
                 classes: Any = (type(new), type(old))
                 new.__class__ = _subclass_of_both(*classes)
     elif type(new) is nn.Linear:
+        # Back to the plain layer, with the class that it had.
         new.__class__ = vars(old).get(_CLASS, nn.Linear)
     for parent in list(model.modules()):
         for leaf, child in parent._modules.items():
@@ -279,12 +290,12 @@ def _new_layer(fp8_class: Any, user_class: Any) -> nn.Linear:
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     """Forward of a replaced layer. Raises NotFP8Error."""
     raise NotFP8Error(
-        f"{name}: the model calls the layer that an FP8 one has taken the place of; it keeps it"
-        " where torch does not see it, such as in a list: keep it in an nn.ModuleList"
+        f"{name}: the model calls the layer that an FP8 layer has replaced, because it keeps a"
+        " reference outside of torch's modules, such as in a list; keep it in an nn.ModuleList"
     )
 
 
-def _follow(hooks: Iterable[Any], new: nn.Module) -> None:
+def _rebind_hooks(hooks: Iterable[Any], new: nn.Module) -> None:
     """Points hooks that torch bound to their module to `new`. They have a weak reference to it."""
     for hook in hooks:
         if getattr(hook, "with_module", False):
