@@ -33,24 +33,26 @@ def parameter_columns(
     """
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
-    return {
-        name: state.of_parameter(name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
-        for name, p in model.named_parameters()
-    }
+    columns = {}
+    for name, p in model.named_parameters():
+        is_linear_weight = name in runs_fp8 and p not in shared
+        columns[name] = state.of_parameter(is_linear_weight, runs_fp8.get(name, False))
+    return columns
 
 
-def narrow(model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]) -> None:
+def narrow_parameters(model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]) -> None:
     """Changes float32 parameters on the meta device to the dtype of their weights after loading.
 
     This is the storage dtype, or the compute dtype for weights in a codec or in FP8. Loading then
     needs no float32 copy.
     """
+    compute_dtype = DTYPES[state.precision.compute]
     for name, columns in parameter_columns(model, state, plan).items():
         p = model.get_parameter(name)
-        p.data = p.data.to(DTYPES.get(columns["weight"], DTYPES[state.precision.compute]))
+        p.data = p.data.to(DTYPES.get(columns["weight"], compute_dtype))
 
 
-def hold(
+def store_weights(
     model: nn.Module,
     state: StateDtypes,
     plan: Sequence[PlannedLinear],
@@ -73,31 +75,38 @@ def hold(
     compute = state.precision.compute
     for planned in plan:
         layer = model.get_submodule(planned.name)
-        named = columns.get(f"{planned.name}.weight", state.other)  # a tied weight has another name
-        bias = (
-            columns.get(f"{planned.name}.bias", named)["weight"]
-            if type(layer) is nn.Linear
-            else compute
-        )
-        if named["weight"] == bias == compute or getattr(layer, "fp8_params", False):
+        # A tied weight has another name.
+        layer_columns = columns.get(f"{planned.name}.weight", state.other)
+        weight_storage_dtype = layer_columns["weight"]
+        bias_dtype: str = compute
+        if type(layer) is nn.Linear:
+            bias_dtype = columns.get(f"{planned.name}.bias", layer_columns)["weight"]
+        if weight_storage_dtype == bias_dtype == compute or getattr(layer, "fp8_params", False):
             continue
         if type(layer) is nn.Linear:
-            high = FP8Linear.from_linear(
-                layer, Scaling(kind="current"), region, high_precision=(True, True, True)
-            )
-            replace_module(model, planned.name, high)
-            layer = high
+            layer = _replace_by_high_precision(model, planned.name, layer, region)
+        codec = get_codec(weight_storage_dtype)
         if isinstance(layer, FP8Linear):
-            layer.store_in_codec(get_codec(named["weight"]), DTYPES[compute])
+            layer.store_in_codec(codec, DTYPES[compute])
         else:
-            weight_storage.store_in_codec(layer, get_codec(named["weight"]), DTYPES[compute])
+            weight_storage.store_in_codec(layer, codec, DTYPES[compute])
     # Some libraries fuse norms into the following GEMM, which needs their weight in the compute
     # dtype.
     if state.other["weight"] != compute:
-        for norm in [
-            module for module in model.modules() if getattr(module, "read_by_product", False)
-        ]:
-            weight_storage.store_in_codec(norm, get_codec("fp32"), DTYPES[compute])
+        for module in list(model.modules()):
+            if getattr(module, "read_by_product", False):
+                weight_storage.store_in_codec(module, get_codec("fp32"), DTYPES[compute])
+
+
+def _replace_by_high_precision(
+    model: nn.Module, name: str, linear: nn.Linear, region: Region
+) -> FP8Linear:
+    """Replaces an nn.Linear by an FP8Linear without FP8 GEMMs, which can store its weight."""
+    layer = FP8Linear.from_linear(
+        linear, Scaling(kind="current"), region, high_precision=(True, True, True)
+    )
+    replace_module(model, name, layer)
+    return layer
 
 
 def shard_in_codec(
@@ -109,21 +118,21 @@ def shard_in_codec(
 ) -> None:
     """Makes FSDP2 gather the weights of linear layers in their codecs, in place."""
     for planned in plan:
-        named = columns.get(f"{planned.name}.weight", state.other)  # a tied weight has another name
-        if named["weight"] != state.other["weight"]:
-            layer = model.get_submodule(planned.name)
-            if not isinstance(layer, FP8Linear):
-                assert type(layer) is nn.Linear
-                layer = FP8Linear.from_linear(
-                    layer, Scaling(kind="current"), region, high_precision=(True, True, True)
-                )
-                replace_module(model, planned.name, layer)
-            shard_in_fp8(layer, get_codec(named["weight"]))
+        # A tied weight has another name.
+        layer_columns = columns.get(f"{planned.name}.weight", state.other)
+        if layer_columns["weight"] == state.other["weight"]:
+            continue
+        layer = model.get_submodule(planned.name)
+        if not isinstance(layer, FP8Linear):
+            assert type(layer) is nn.Linear
+            layer = _replace_by_high_precision(model, planned.name, layer, region)
+        shard_in_fp8(layer, get_codec(layer_columns["weight"]))
+    # Loading replaces float32 shards. Their encoded copies must follow before the next gather.
     model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
 
 
-def unhold(model: nn.Module, dtype: torch.dtype) -> None:
-    """Undoes `hold` and `embed_in` in place. Weights come back decoded, in `dtype`.
+def restore_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Undoes `store_weights` and `cast_embeddings` in place. Weights come back decoded, in `dtype`.
 
     If a codec has no scale, the weight stays the same Parameter, so tied weights stay tied.
     """
@@ -139,7 +148,7 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _decoded(layer: FP8Linear | CodecLayer, dtype: torch.dtype) -> nn.Parameter:
     """Returns the decoded weight of a layer as a Parameter of dtype `dtype`."""
-    assert layer.codec, "held in it"
+    assert layer.codec, "the layer has a codec"
     if layer.codec.scaling != "none":
         return nn.Parameter(
             layer.codec.decode(layer.codec_tensors).to(dtype),
@@ -152,7 +161,7 @@ def _decoded(layer: FP8Linear | CodecLayer, dtype: torch.dtype) -> nn.Parameter:
     return layer.parameter
 
 
-def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_embeddings(model: nn.Module, dtype: torch.dtype) -> None:
     """Makes embeddings with float32 storage output `dtype`, the dtype of activations.
 
     The cast may happen before tensor-parallel ranks sum their outputs: all but one are 0.
@@ -176,25 +185,33 @@ def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
         if isinstance(layer, NarrowWeight) and layer.is_encoded
     }
     for name, p in model.named_parameters():
+        storage_dtype = columns[name]["weight_grad"]
         # Gradients with a scale are float32 until the optimizer quantizes them.
-        gradient = DTYPES[
-            "fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]
-        ]
+        if storage_dtype in SCALED:
+            storage_dtype = "fp32"
+        grad_dtype = DTYPES[storage_dtype]
         if p in layers:
-            layers[p].set_weight_grad_dtype(gradient)
+            layers[p].set_weight_grad_dtype(grad_dtype)
             continue
         if p.dtype == torch.float32:
             p.data = p.data.to(DTYPES[columns[name]["weight"]])
-        if p.dtype != gradient:
-            p.grad_dtype = gradient
+        if p.dtype != grad_dtype:
+            p.grad_dtype = grad_dtype
 
 
-def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
-    """Returns the layer of each weight in a codec with a scale. Its `codec_tensors` has the tensors."""
-    return {layer.parameter: layer for layer in in_codec(model) if len(layer.codec_tensors) > 1}
+def scaled_codec_layers(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
+    """Returns the layer of each weight in a codec with a scale.
+
+    `codec_tensors` of a layer has the stored tensors.
+    """
+    layers = {}
+    for layer in codec_layers(model):
+        if len(layer.codec_tensors) > 1:
+            layers[layer.parameter] = layer
+    return layers
 
 
-def in_codec(model: nn.Module) -> list[FP8Linear | CodecLayer]:
+def codec_layers(model: nn.Module) -> list[FP8Linear | CodecLayer]:
     """Returns the layers with a weight in a codec."""
     return [
         layer
@@ -206,9 +223,10 @@ def in_codec(model: nn.Module) -> list[FP8Linear | CodecLayer]:
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:
     """Returns the parameters of more than one module, such as tied output layers."""
     seen: set[nn.Parameter] = set()
-    return {
-        p
-        for m in model.modules()
-        for p in m.parameters(recurse=False)
-        if p in seen or seen.add(p)  # type: ignore[func-returns-value]
-    }
+    shared: set[nn.Parameter] = set()
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p in seen:
+                shared.add(p)
+            seen.add(p)
+    return shared

@@ -180,7 +180,7 @@ def _convert(
         adapters.freeze(model, [linear.name for linear in gemms], compute)
     # Still on the meta device, so float32 memory is never allocated for these weights.
     if loaded:
-        stored_weights.narrow(model, state, gemms)
+        stored_weights.narrow_parameters(model, state, gemms)
     if fill:
         assert isinstance(model, Transformer)
         fill(model.to_empty(device=plan.hardware.device))
@@ -213,7 +213,7 @@ def _convert(
         in_own_state = own_state and linear.fp8
         if not in_own_state and (mixes_dtypes or f"{linear.name}.weight" in columns):
             stored.append(linear)
-    stored_weights.hold(model, state, stored, columns, region)
+    stored_weights.store_weights(model, state, stored, columns, region)
     if adapters:
         adapters.attach(model, plan.recipe.trainer.seed)
         originals = _trained_parameters(model)
@@ -225,7 +225,7 @@ def _convert(
             cast_columns[name] = {**columns[name], "weight": "fp32", "weight_grad": "fp32"}
     stored_weights.cast_parameters(model, cast_columns)
     if mixes_dtypes and state.other["weight"] != precision.compute:
-        stored_weights.embed_in(model, compute)
+        stored_weights.cast_embeddings(model, compute)
     linear_like.attach_layouts(model, layouts)
     if shard_mesh is not None:
         assert isinstance(model, Transformer)
@@ -296,8 +296,8 @@ def _convert_sharded(
         if layer.fsdp_shard is not None:
             layer.fsdp_shard.gathered_once = gathered_once
     if state.gathered_dtype != precision.compute:
-        stored_weights.hold(model, state, gemms, columns, region)
-        stored_weights.embed_in(model, compute)
+        stored_weights.store_weights(model, state, gemms, columns, region)
+        stored_weights.cast_embeddings(model, compute)
     if adapters:
         adapters.attach(model, seed)
         columns |= dict.fromkeys(_trained_parameters(model), state.other)

@@ -189,7 +189,7 @@ def _torch_optimizer(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
 
 def _trained_encoded_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
     """Returns the layers with a trained weight in a storage codec, by parameter."""
-    layers = stored_weights.held(model)
+    layers = stored_weights.scaled_codec_layers(model)
     return {parameter: layer for parameter, layer in layers.items() if parameter.requires_grad}
 
 

@@ -357,7 +357,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     holder.model = model
     originals = linear_like.original_modules(holder)
     dtype = _plain_dtype(model)
-    stored_weights.unhold(holder, dtype)
+    stored_weights.restore_weights(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in registry.loaded_backends():
             # A backend returns the same Parameter if the weight is not quantized. Only a new,
@@ -380,7 +380,7 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
     Most other matrices decide. Without any, the biases of the quantized layers decide, then other
     vectors. Norms come last, because they may stay float32 in a bfloat16 model.
     """
-    layers: list[Any] = [*stored_weights.in_codec(model)]
+    layers: list[Any] = [*stored_weights.codec_layers(model)]
     layers += [layer for layer in fp8_linears(model) if layer.is_encoded]
     stored = {layer.parameter for layer in layers}
     wide = [

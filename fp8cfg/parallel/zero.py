@@ -97,7 +97,7 @@ def attach_optimizer(
     layers = {
         layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad
     }
-    encoded_weights = stored_weights.held(model)
+    encoded_weights = stored_weights.scaled_codec_layers(model)
 
     @torch.no_grad()
     def broadcast_weights() -> None:

@@ -141,8 +141,8 @@ def test_a_weight_that_needs_no_codec_stays_tied_and_what_was_held_comes_back() 
     assert linear.parameter is embedding.weight and linear.weight.dtype == torch.bfloat16
     model = nn.Sequential(embedding, linear, held_linear())
     names, want = list(nn.Linear(8, 4).__dict__), model[2].weight.detach()
-    stored_weights.embed_in(model, torch.bfloat16)
-    stored_weights.unhold(model, torch.float32)
+    stored_weights.cast_embeddings(model, torch.bfloat16)
+    stored_weights.restore_weights(model, torch.float32)
     assert [type(m) for m in model] == [nn.Embedding, nn.Linear, nn.Linear] and list(
         model.state_dict()
     ) == ["0.weight", "1.weight", "2.weight"]
@@ -205,7 +205,7 @@ def test_a_model_under_a_level_comes_back_decoded(backend: str, tied: bool) -> N
     list(steps(job, 1))
     want = {
         p: layer.codec.decode(layer.codec_tensors)
-        for p, layer in stored_weights.held(job.model).items()
+        for p, layer in stored_weights.scaled_codec_layers(job.model).items()
     }
     held = {name: want[p] for name, p in job.model.named_parameters() if p in want}
     model = fp8cfg.convert_back(job.model)

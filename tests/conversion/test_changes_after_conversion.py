@@ -91,7 +91,7 @@ def test_prove_names_a_planned_layer_that_was_replaced(index: int) -> None:
     model[index] = nn.Linear(64, 64)
     train(fp8, model)
     fp8.step()
-    with pytest.raises(fp8cfg.NotFP8Error, match=rf"{index}: planned in FP8, and no longer"):
+    with pytest.raises(fp8cfg.NotFP8Error, match=rf"{index}: planned in FP8, but no longer"):
         fp8.prove()
 
 
