@@ -99,7 +99,7 @@ def _fit(recipe: Recipe, model: nn.Module | None) -> tuple[Recipe, nn.Module | N
         return cut_if_smoke(checked_recipe(recipe)), None
     from fp8cfg.conversion import convert  # loads torch
 
-    recipe, model = convert.to_build(recipe, model)
+    recipe, model = convert.prepare_build(recipe, model)
     return cut_if_smoke(recipe, model), model
 
 

@@ -193,7 +193,7 @@ def build_plan(recipe: Recipe, custom_model: nn.Module | None = None) -> Plan:
     else:
         from fp8cfg.conversion import convert
 
-        planned, custom_model = convert.to_build(recipe, custom_model)
+        planned, custom_model = convert.prepare_build(recipe, custom_model)
         cut_if_smoke(planned, custom_model)
         reason = "the custom model"
     # Other builders read the settings of the graph, so these must be equal to the plan's.

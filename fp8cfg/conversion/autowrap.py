@@ -22,7 +22,13 @@ import torch
 from torch import nn
 
 from fp8cfg.backends.any_model.conversion_state import autowraps, converted
-from fp8cfg.conversion.convert import GIVE_WAY, given_recipe, no_recipe, prove, strangers
+from fp8cfg.conversion.convert import (
+    ADJUSTABLE_KEYS,
+    argument_errors,
+    prove,
+    recipe_errors,
+    to_recipe,
+)
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import preset_keys, spelled
@@ -53,12 +59,10 @@ def contextual_fp8_autocast(
         The returned function raises ConfigError if the layers were converted with other FP8
         settings. It raises NotFP8Error if the first training pass did not run in FP8.
     """
-    recipe = given_recipe(recipe)
-    refuse_if(no_recipe(recipe))
-    owner, function = (
-        getattr(model_forward, "__self__", None),
-        getattr(model_forward, "__func__", None),
-    )
+    recipe = to_recipe(recipe)
+    refuse_if(recipe_errors(recipe))
+    owner = getattr(model_forward, "__self__", None)
+    function = getattr(model_forward, "__func__", None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, nn.Module):
@@ -67,7 +71,7 @@ def contextual_fp8_autocast(
                 f" {type(self).__name__}; write model.forward = types.MethodType(function, model),"
                 " or apply_fp8_autowrap(model, recipe)"
             )
-        with _pass(self, recipe, use_during_eval):
+        with _forward_pass(self, recipe, use_during_eval):
             # A deep copy of the model must run its own layers, not the layers of the original.
             if function is not None and isinstance(self, type(owner)):
                 return function(self, *args, **kwargs)
@@ -93,9 +97,9 @@ def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
         ConfigError: The model has no converted layers, was converted with other FP8 settings, or is
             wrapped already.
     """
-    recipe = given_recipe(recipe)
-    refuse_if(strangers(recipe, model))
-    refuse_if(_other(converted(model).fp8, recipe.fp8))
+    recipe = to_recipe(recipe)
+    refuse_if(argument_errors(recipe, model))
+    refuse_if(_setting_differences(converted(model).fp8, recipe.fp8))
     if any(autowraps(hook) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 already")
     # A partial, not a bound method: pickle would restore a method as the forward of the class.
@@ -131,8 +135,8 @@ class PassHooks:
         # If all open passes were entered by this hook, an earlier call never left its pass. Torch
         # calls no forward hook after Ctrl-C, because KeyboardInterrupt is not an Exception.
         if len(self.entered) == converted(model).open_passes:
-            self._close()
-        context = _pass(model, self.recipe)
+            self._leave_all()
+        context = _forward_pass(model, self.recipe)
         context.__enter__()
         self.entered.append(context)
 
@@ -142,17 +146,19 @@ class PassHooks:
         if not torch.compiler.is_compiling() and self.entered:
             self.entered.pop().__exit__(None, None, None)
 
-    def _close(self) -> None:
+    def _leave_all(self) -> None:
         """Leaves all open passes."""
         while self.entered:
             self.entered.pop().__exit__(None, None, None)
 
 
 @contextmanager
-def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> Iterator[None]:
+def _forward_pass(
+    model: nn.Module, recipe: Recipe, use_during_eval: bool = False
+) -> Iterator[None]:
     """Enters a forward pass of `model`. A nested call belongs to the outer pass."""
     state = converted(model)
-    refuse_if(_other(state.fp8, recipe.fp8))
+    refuse_if(_setting_differences(state.fp8, recipe.fp8))
     if not state.open_passes:
         if state.forward_passes and not state.proved:
             prove(model, state.plan, state.choice, recipe.fp8)
@@ -172,13 +178,21 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
         state.open_passes -= 1
 
 
-def _other(built: FP8, asked: FP8) -> list[str]:
+def _setting_differences(built: FP8, requested: FP8) -> list[str]:
     """Returns an error for each FP8 setting that differs between the layers and the recipe."""
     # These keys are read in each pass, so they may change. convert_model itself may change values
     # of a preset to fit the model.
-    late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
-    return [
-        f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert it again"
-        for key, then in built
-        if key not in late and then != (now := getattr(asked, key))
-    ]
+    changeable = {
+        "use_autocast_during_eval",
+        "min_coverage",
+        *(preset_keys(requested) & ADJUSTABLE_KEYS),
+    }
+    errors = []
+    for key, built_value in built:
+        value = getattr(requested, key)
+        if key not in changeable and built_value != value:
+            errors.append(
+                f"fp8.{key}={spelled(value)}: the model's layers were converted with"
+                f" {spelled(built_value)}; convert it again"
+            )
+    return errors

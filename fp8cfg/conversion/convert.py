@@ -53,7 +53,7 @@ from fp8cfg.schema.storage import fp8_weights
 from fp8cfg.schema.tables import wrapped
 
 _ENDS = ("high_precision_at_start", "high_precision_at_end")
-GIVE_WAY = frozenset({*_ENDS, "params"})
+ADJUSTABLE_KEYS = frozenset({*_ENDS, "params"})
 """FP8 keys that the conversion may change if a preset set them."""
 
 
@@ -67,96 +67,97 @@ def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
         recipe: The recipe, with model.num_layers set to the longest list.
         lists: Number of layers of each layer list, by module name.
     """
-    may = [name for name in _ENDS if name in preset_keys(recipe.fp8)]
+    adjustable = [name for name in _ENDS if name in preset_keys(recipe.fp8)]
     if not lists:
-        return _said(
-            recipe,
-            {name: 0 for name in may if getattr(recipe.fp8, name)},
-            "a model without a list of like layers",
-        )
+        zeros = {name: 0 for name in adjustable if getattr(recipe.fp8, name)}
+        return _change_preset_values(recipe, zeros, "a model without a list of like layers")
     ranks = dict.fromkeys(flat(recipe), Rank.USER)
-    ranks |= {full(f"fp8.{name}"): Rank.PRESET for name in may}
+    ranks |= {full(f"fp8.{name}"): Rank.PRESET for name in adjustable}
     fitting = resolve_recipe(recipe, ranks, change_harmless=False).recipe.fp8
-    layers = recipe.model.num_layers
-    return _said(
+    num_layers = recipe.model.num_layers
+    plural = "s" if num_layers > 1 else ""
+    return _change_preset_values(
         recipe,
-        {name: getattr(fitting, name) for name in may},
-        f"a model of {layers} layer{'s' if layers > 1 else ''}",
+        {name: getattr(fitting, name) for name in adjustable},
+        f"a model of {num_layers} layer{plural}",
     )
 
 
-def leave_parameters(recipe: Recipe) -> Recipe:
+def without_fp8_params(recipe: Recipe) -> Recipe:
     """Turns off fp8.params if a preset set it, because conversion keeps all parameters."""
-    return _said(
-        recipe,
-        {"params": False} if "params" in preset_keys(recipe.fp8) else {},
-        "parameters that stay as they are",
-    )
+    if "params" not in preset_keys(recipe.fp8):
+        return recipe
+    return _change_preset_values(recipe, {"params": False}, "parameters that stay as they are")
 
 
-def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
+def _change_preset_values(recipe: Recipe, values: Mapping[str, int], reason: str) -> Recipe:
     """Returns a copy of `recipe` with changed FP8 values and logs a note about them.
 
-    `to` says what the values now fit. The values still count as set by the preset.
+    Args:
+        recipe: The recipe.
+        values: New values by FP8 key. The preset still counts as their source.
+        reason: What the values now fit.
     """
-    changed = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
-    if not changed:
+    changes = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
+    if not changes:
         return recipe
-    those = ", ".join(
-        f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changed.items()
+    changes_text = ", ".join(
+        f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changes.items()
     )
-    logging.getLogger("fp8cfg").warning(f"note: {those}: the preset's value is changed to fit {to}")
+    logging.getLogger("fp8cfg").warning(
+        f"note: {changes_text}: the preset's value is changed to fit {reason}"
+    )
     recipe = recipe.model_copy(deep=True)
-    recipe.fp8 = changed
+    recipe.fp8 = changes
     return recipe
 
 
-def given_recipe(given: Any) -> Any:
+def to_recipe(argument: Any) -> Any:
     """Converts an argument to a Recipe. Settings without an equivalent are logged.
 
     Args:
-        given: A Recipe, a Precision, the name of a preset, a Fiddle config, or an FP8 recipe object
-            of another library.
+        argument: A Recipe, a Precision, the name of a preset, a Fiddle config, or an FP8 recipe
+            object of another library.
 
     Returns:
-        The Recipe, or `given` unchanged if its type is not known.
+        The Recipe, or `argument` unchanged if its type is not known.
 
     Raises:
         ConfigError: The object of another library has no equivalent recipe.
     """
-    given = built_config(given)
-    if isinstance(given, Recipe):
-        return given
-    if isinstance(given, (Precision, str)):  # a string names a preset
+    argument = built_config(argument)
+    if isinstance(argument, Recipe):
+        return argument
+    if isinstance(argument, (Precision, str)):  # a string names a preset
         recipe = Recipe()
-        recipe.precision = given
+        recipe.precision = argument
         return recipe
     # A local import: most callers pass a Recipe and need no import code.
     from fp8cfg.interop import from_object
     from fp8cfg.interop.key_table import UnknownObject
 
     try:
-        found = from_object(given)
+        translation = from_object(argument)
     except UnknownObject:
-        return given
-    for line in found.lost:
-        logging.getLogger("fp8cfg").warning(f"{type(given).__name__}: {line}")
-    return found.recipe
+        return argument
+    for line in translation.lost:
+        logging.getLogger("fp8cfg").warning(f"{type(argument).__name__}: {line}")
+    return translation.recipe
 
 
-def of_no_effect(recipe: Recipe) -> list[str]:
+def unsupported_settings(recipe: Recipe) -> list[str]:
     """Returns an error for each setting of `recipe` that custom models do not support."""
     lines = []
-    if every := recipe.log.fp8_stats_every_n_steps:
+    interval = recipe.log.fp8_stats_every_n_steps
+    if interval:
         lines.append(
-            f"log.fp8_stats_every_n_steps={every}: has no effect on a custom model; remove it,"
+            f"log.fp8_stats_every_n_steps={interval}: has no effect on a custom model; remove it,"
             " and call fp8cfg.collect_statistics(model, run) in your loop"
         )
     if recipe.lora.enabled:
         lines.append(
-            "lora.enabled=true: its adapters stand in the Transformer of a recipe; give a model of"
-            " your own PEFT's, by peft.get_peft_model(model, LoraConfig(...)), and write"
-            " lora.enabled=false"
+            "lora.enabled=true: its adapters only fit the Transformer of a recipe; for a custom"
+            " model call peft.get_peft_model(model, LoraConfig(...)) and set lora.enabled=false"
         )
     return lines
 
@@ -177,8 +178,11 @@ class Conversion:
     def __init__(
         self, model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8
     ) -> None:
-        self.model, self.plan, self.choice, self.fp8 = model, plan, choice, fp8
-        self._watch: StepWatch | None = None
+        self.model = model
+        self.plan = plan
+        self.choice = choice
+        self.fp8 = fp8
+        self._step_watch: StepWatch | None = None
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Returns a context in which the converted layers multiply in FP8.
@@ -190,23 +194,27 @@ class Conversion:
         """
         backend = registry.backend(self.choice.backend)
 
-        def entered() -> AbstractContextManager[None]:
+        def enter() -> AbstractContextManager[None]:
             checks.note_context(self.model, enabled)
-            if (
-                enabled
-                and self._rolls
-                and torch.is_grad_enabled()
-                and not torch.compiler.is_compiling()
-            ):
-                weights: list[Any] = [m.weight for m in self.model.modules() if PLANNED in vars(m)]
-                self._watch = self._watch or StepWatch(weights)
-                self._watch.begin_pass(converted(self.model).steps)
+            is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if enabled and is_training and self._has_scales_to_update:
+                self._watch_steps()
             return backend.autocast(self.model, enabled)
 
-        return AutocastContext(entered)
+        return AutocastContext(enter)
+
+    def _watch_steps(self) -> None:
+        """Warns if the weights were updated but `step` was never called."""
+        if self._step_watch is None:
+            weights: list[Any] = []
+            for module in self.model.modules():
+                if PLANNED in vars(module):
+                    weights.append(module.weight)
+            self._step_watch = StepWatch(weights)
+        self._step_watch.begin_pass(converted(self.model).steps)
 
     @property
-    def _rolls(self) -> bool:
+    def _has_scales_to_update(self) -> bool:
         """Whether `step` has scales to update: only under delayed scaling."""
         return (
             SCALINGS[self.fp8.scaling].history
@@ -226,10 +234,10 @@ class Conversion:
         if checks.check(self.model):
             warn_of_low_coverage(self.model, coverage(self.model))
         state = converted(self.model)
-        if state.forward_passes and self._rolls:
+        if state.forward_passes and self._has_scales_to_update:
             warnings.warn(
-                "fp8.step() beside apply_fp8_autowrap does nothing: each training pass of an"
-                " autowrapped model rolls the histories; drop the call",
+                "fp8.step() has no effect with apply_fp8_autowrap: each training pass of an"
+                " autowrapped model rolls the histories; remove the call",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -294,12 +302,12 @@ def convert_model(
     Raises:
         ConfigError: The recipe cannot run here or reaches no layer. Nothing was replaced.
     """
-    recipe = given_recipe(recipe)
+    recipe = to_recipe(recipe)
     fp8 = _fp8_of(recipe, model)
-    if _ours(model) or has_fp8_layers(model):
+    if _converted_layers(model) or has_fp8_layers(model):
         raise ConfigError(
-            "convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out"
-            " those of fp8cfg"
+            "convert_model: the model has FP8 layers already; call"
+            " fp8cfg.convert_back(model) to remove layers of fp8cfg"
         )
     choice = choose(recipe.precision, _hardware(model))
     if registry.capabilities(choice.backend).own_state:
@@ -310,24 +318,24 @@ def convert_model(
     holder = nn.Module()
     holder.model = model
     # A root module has no parent to hold its replacement, so a single layer gets one.
-    whole = holder if isinstance(model, nn.Linear) or layout_of(model) else model
+    root = holder if _is_single_layer(model) else model
     norms = registry.capabilities(choice.backend).norms
-    plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit, linear, norms)
+    plan = plan_model(root, fp8, registry.rules(choice.backend).misfit, linear, norms)
     # Backends replace nn.Linear only. Conv1D and 1x1 convolutions become nn.Linear first, and
-    # `attach` restores their state-dict layout afterwards.
-    originals = linear_like.to_linear(whole, plan)
+    # `attach_layouts` restores their state-dict layout afterwards.
+    originals = linear_like.to_linear(root, plan)
     try:
-        registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+        registry.backend(choice.backend).convert(root, fp8, plan, Region(), choice.product)
     except ConfigError:
-        linear_like.restore_modules(whole, originals)
+        linear_like.restore_modules(root, originals)
         raise
-    linear_like.attach_layouts(whole, originals)
+    linear_like.attach_layouts(root, originals)
     seed_rounding(model, recipe.trainer.seed)
-    mark(whole, fp8, plan, choice)
-    conversion_state.watch(whole)
-    checks.watch(whole)
+    mark(root, fp8, plan, choice)
+    conversion_state.watch(root)
+    checks.watch(root)
     # Quantized weights may be cached between microbatches: `Conversion.step` marks the step's end.
-    for layer in fp8_linears(whole):
+    for layer in fp8_linears(root):
         layer.weight_cache.in_loop = True
     return Conversion(holder.model, plan, choice, fp8)
 
@@ -348,9 +356,9 @@ def convert_back(model: nn.Module) -> nn.Module:
         ConfigError: `model` is not an nn.Module, or FSDP2 has sharded it.
     """
     expect("convert_back", model, nn.Module, "a torch.nn.Module, such as job.model")
-    if _has(model, "torch.distributed.fsdp"):
+    if _has_layer_of(model, "torch.distributed.fsdp"):
         raise ConfigError(
-            "convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a"
+            "convert_back: FSDP2 has sharded the model, so its layers cannot be replaced; a"
             " checkpoint has whole weights (model.safetensors)"
         )
     holder = nn.Module()
@@ -360,14 +368,15 @@ def convert_back(model: nn.Module) -> nn.Module:
     stored_weights.restore_weights(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in registry.loaded_backends():
+            plain = backend.plain(layer)
+            if plain is None:
+                continue
             # A backend returns the same Parameter if the weight is not quantized. Only a new,
             # dequantized weight is cast.
-            if (plain := backend.plain(layer)) is not None:
-                if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get(
-                    "weight"
-                ):
-                    plain.weight.data = plain.weight.data.to(dtype)
-                replace_module(holder, name, plain)
+            is_linear = isinstance(plain, nn.Linear)
+            if is_linear and plain.weight is not layer._parameters.get("weight"):
+                plain.weight.data = plain.weight.data.to(dtype)
+            replace_module(holder, name, plain)
     unmark(holder)
     checks.unwatch(holder)
     linear_like.restore_modules(holder, originals)
@@ -380,18 +389,19 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
     Most other matrices decide. Without any, the biases of the quantized layers decide, then other
     vectors. Norms come last, because they may stay float32 in a bfloat16 model.
     """
-    layers: list[Any] = [*stored_weights.codec_layers(model)]
-    layers += [layer for layer in fp8_linears(model) if layer.is_encoded]
-    stored = {layer.parameter for layer in layers}
-    wide = [
-        p
-        for p in model.parameters()
-        if p.is_floating_point() and p.dtype.itemsize > 1 and p not in stored
-    ]
-    matrices = [p for p in wide if p.dim() > 1]
-    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
-    counts = Counter(p.dtype for p in matrices or biases or wide)
-    return counts.most_common(1)[0][0] if counts else torch.float32
+    quantized: list[Any] = [*stored_weights.codec_layers(model)]
+    quantized += [layer for layer in fp8_linears(model) if layer.is_encoded]
+    quantized_weights = {layer.parameter for layer in quantized}
+    others = []
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype.itemsize > 1 and p not in quantized_weights:
+            others.append(p)
+    matrices = [p for p in others if p.dim() > 1]
+    biases = [layer.bias for layer in quantized if getattr(layer, "bias", None) is not None]
+    counts = Counter(p.dtype for p in matrices or biases or others)
+    if not counts:
+        return torch.float32
+    return counts.most_common(1)[0][0]
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
@@ -404,12 +414,15 @@ def has_fp8_layers(model: nn.Module) -> bool:
         ConfigError: `model` is not an nn.Module.
     """
     expect("has_fp8_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
-    modules = [
-        module for name in registry.names() for module in registry.capabilities(name).layer_modules
-    ]
-    return any(
-        not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)
-    ) or any(_has(model, module) for module in modules)
+    for layer in _converted_layers(model):
+        # An FP8Linear that only stores its weight in a codec has three GEMMs in high precision.
+        if not all(getattr(layer, "high_precision", (False,))):
+            return True
+    for name in registry.names():
+        for module in registry.capabilities(name).layer_modules:
+            if _has_layer_of(model, module):
+                return True
+    return False
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
@@ -423,7 +436,9 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     expect(
         "has_transformer_engine_layers", model, nn.Module, "a torch.nn.Module, such as job.model"
     )
-    return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
+    return _has_layer_of(model, "transformer_engine") or _has_layer_of(
+        model, "fp8cfg.backends.te.layers"
+    )
 
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> Coverage:
@@ -445,24 +460,26 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
     lines += not_engaged(conversion_state.with_current_names(model, plan), observed)
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
-    if (seen := coverage(model)).share < fp8.min_coverage:
+        raise NotFP8Error(f"this model did not run as planned: {'; '.join(lines[:3])}{more}")
+    ran = coverage(model)
+    if ran.share < fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.denominator} ran in FP8"
+            f"fp8.min_coverage={fp8.min_coverage:g}: {ran.share:.1%} of {ran.denominator} ran in FP8"
         )
-    warn_of_low_coverage(model, seen)
-    return seen
+    warn_of_low_coverage(model, ran)
+    return ran
 
 
-def checked(recipe: Recipe, model: nn.Module) -> Recipe:
+def adapt_recipe(recipe: Recipe, model: nn.Module) -> Recipe:
     """Returns a copy of `recipe`, adapted to the layers of `model` and checked.
 
     Raises:
         ConfigError: With every problem.
     """
-    refuse_if(strangers(recipe, model))
-    refuse_if(of_no_effect(recipe))
-    recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
+    refuse_if(argument_errors(recipe, model))
+    refuse_if(unsupported_settings(recipe))
+    recipe = recipe.model_copy(deep=True)
+    lists = layer_lists(model)
     # The rules check fp8.high_precision_at_start and fp8.high_precision_at_end against it.
     recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)
     recipe = resolved_for_build(fit_layers(recipe, lists))
@@ -470,64 +487,69 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     return recipe
 
 
-def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
+def argument_errors(recipe: Recipe, model: nn.Module) -> list[str]:
     """Returns an error for each argument of the wrong type."""
-    return no_recipe(recipe) + (
-        []
-        if isinstance(model, nn.Module)
-        else [f"expected a torch.nn.Module, got {type(model).__name__}"]
-    )
+    errors = recipe_errors(recipe)
+    if not isinstance(model, nn.Module):
+        errors.append(f"expected a torch.nn.Module, got {type(model).__name__}")
+    return errors
 
 
-def no_recipe(given: Any) -> list[str]:
-    """Returns an error if `given` is not a Recipe."""
-    return (
-        []
-        if isinstance(given, Recipe)
-        else [
-            f"expected a Recipe, got {type(given).__name__}; compose(['precision=bf16_fp8'])"
-            " gives one"
-        ]
-    )
+def recipe_errors(argument: Any) -> list[str]:
+    """Returns an error if `argument` is not a Recipe."""
+    if isinstance(argument, Recipe):
+        return []
+    return [
+        f"expected a Recipe, got {type(argument).__name__}; compose(['precision=bf16_fp8']) gives"
+        " one"
+    ]
 
 
-def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
+def prepare_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
     """Returns the adapted recipe and the model for `fp8cfg.build` with a custom model.
 
     Raises:
         ConfigError: The recipe does not fit the model, or the model has FP8 layers already.
     """
-    recipe = checked(recipe, model)
+    recipe = adapt_recipe(recipe, model)
     if recipe.trainer.compile == "on":
         raise ConfigError(
-            "trainer.compile=on: has no effect on a custom model; drop it, call"
+            "trainer.compile=on: has no effect on a custom model; remove it, call"
             " job.compile_model() and run job.forward in your loop"
         )
-    if _ours(model) or has_fp8_layers(model):
+    if _converted_layers(model) or has_fp8_layers(model):
         raise ConfigError(
-            "build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of"
-            " fp8cfg"
+            "build: the model has FP8 layers already; call fp8cfg.convert_back(model) to"
+            " remove layers of fp8cfg"
         )
     # The root cannot be replaced in place, so a single layer gets a parent.
-    return recipe, (
-        nn.Sequential(model) if isinstance(model, nn.Linear) or layout_of(model) else model
-    )
+    if _is_single_layer(model):
+        return recipe, nn.Sequential(model)
+    return recipe, model
+
+
+def _is_single_layer(model: nn.Module) -> bool:
+    """Whether the model itself is a layer that the conversion replaces."""
+    return isinstance(model, nn.Linear) or layout_of(model) is not None
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     """Returns the FP8 settings for `model`. Raises ConfigError for settings without effect here."""
-    precision = leave_parameters(checked(recipe, model)).precision
-    fp8, compute = precision.fp8, precision.compute
+    precision = without_fp8_params(adapt_recipe(recipe, model)).precision
+    fp8 = precision.fp8
     if not fp8.enabled:
         raise ConfigError(
-            f"convert_model: precision.compute={compute} runs no FP8; set precision=bf16_fp8"
+            f"convert_model: precision.compute={precision.compute} runs no FP8; set"
+            " precision=bf16_fp8"
         )
-    stored = [f"opt_level={precision.opt_level}"] if precision.opt_level else []
+    storage_settings = [*changed(precision.storage)]
+    if precision.opt_level:
+        storage_settings.insert(0, f"opt_level={precision.opt_level}")
     refuse_if(
         [
-            f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they"
-            " are; write fp8cfg.build(recipe, model=model)"
-            for key in [*stored, *changed(precision.storage)]
+            f"{setting}: has no effect in convert_model, which keeps parameters and optimizer as"
+            " they are; use fp8cfg.build(recipe, model=model)"
+            for setting in storage_settings
         ]
     )
     if fp8_weights(precision):
@@ -543,19 +565,18 @@ def _hardware(model: nn.Module) -> Hardware:
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
 
 
-def _ours(model: nn.Module) -> list[nn.Module]:
+def _converted_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the layers that a backend converted, and layers with weights in a codec."""
-    return [
-        model.get_submodule(name)
-        for backend in registry.loaded_backends()
-        for name in backend.observed(model)
-    ]
+    layers = []
+    for backend in registry.loaded_backends():
+        layers += [model.get_submodule(name) for name in backend.observed(model)]
+    return layers
 
 
-def _has(model: nn.Module, package: str) -> bool:
+def _has_layer_of(model: nn.Module, package: str) -> bool:
     """Returns whether a layer of `model`, or a base class of one, comes from `package`."""
-    return any(
-        f"{base.__module__}.".startswith(f"{package}.")
-        for m in model.modules()
-        for base in type(m).__mro__
-    )
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if f"{base.__module__}.".startswith(f"{package}."):
+                return True
+    return False

@@ -174,8 +174,8 @@ def advise_model(
             "advise_model: the model has FP8 layers already; measure it before convert_model, or"
             " call fp8cfg.convert_back(model)"
         )
-    base = Recipe() if recipe is None else convert.given_recipe(recipe)
-    refuse_if(convert.no_recipe(base))
+    base = Recipe() if recipe is None else convert.to_recipe(recipe)
+    refuse_if(convert.recipe_errors(base))
     library = Library(None)
 
     def compose(words: Sequence[str], base: Recipe = base) -> Recipe:
@@ -192,7 +192,7 @@ def advise_model(
 
     def cover(changed: Recipe) -> Coverage:
         """Plans the coverage of the custom model."""
-        fp8 = convert.checked(changed, model).fp8
+        fp8 = convert.adapt_recipe(changed, model).fp8
         # The limits of the native backend, because the errors are measured with its numerics.
         plan = plan_model(model, fp8, registry.rules(registry.REFERENCE).misfit)
         return coverage_of_layers(plan, other_parameters(model), fp8)

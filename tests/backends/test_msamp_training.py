@@ -319,7 +319,7 @@ def test_coverage_sees_products_that_are_not_fp8(
 
 
 def test_converting_alone_is_refused(anywhere: None) -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"write fp8cfg.build\(recipe, model=model\)"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"use fp8cfg.build\(recipe, model=model\)"):
         fp8cfg.convert_model(nn.Sequential(nn.Linear(32, 32)), small(*WORDS, "fp8.params=false"))
 
 

@@ -166,7 +166,7 @@ def test_a_recipe_for_few_layers_fits_a_model_of_many() -> None:
         ),
         (
             ("opt_level=O2", "storage.exp_avg=bf16"),
-            "opt_level=O2: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
+            "opt_level=O2: has no effect in convert_model, which keeps parameters and optimizer as they are; use "
             "fp8cfg.build(recipe, model=model)\nstorage.exp_avg=bf16: has no effect in convert_model, which",
         ),
         (("storage.weight=fp8",), "storage.weight=fp8: has no effect in convert_model"),

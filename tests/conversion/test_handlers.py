@@ -11,7 +11,7 @@ from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs,
 from torch import nn
 
 import fp8cfg
-from fp8cfg.conversion.convert import given_recipe
+from fp8cfg.conversion.convert import to_recipe
 
 OLD: dict[str, Any] = {"backend": "TE", "margin": 2}
 
@@ -42,7 +42,7 @@ def net() -> nn.Sequential:
 def test_a_handler_means_the_recipe_that_it_imports_as(
     handler: Any, values: dict[str, Any]
 ) -> None:
-    recipe = given_recipe(handler)
+    recipe = to_recipe(handler)
     assert recipe == fp8cfg.interop.from_object(handler).recipe and recipe.fp8.enabled
     assert {key: dict(fp8cfg.Recipe().diff(recipe))[key][1] for key in values} == values
 
@@ -82,7 +82,7 @@ def test_a_precision_does_too() -> None:
         (TERecipeKwargs(), "backend=te: "),
         (
             MSAMPRecipeKwargs(),
-            r"opt_level=O2: has no effect in convert_model, .* write fp8cfg\.build",
+            r"opt_level=O2: has no effect in convert_model, .* use fp8cfg\.build",
         ),
         (object(), "expected a Recipe, got object"),
         ("fp8", "precision=fp8: no such precision preset"),

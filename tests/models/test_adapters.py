@@ -277,7 +277,7 @@ def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> 
     ):
         fp8cfg.build(small(*LORA, "lora.targets=[q_prj]"))
     with pytest.raises(
-        ConfigError, match=r"lora\.enabled=true: its adapters stand in the Transformer of a recipe"
+        ConfigError, match=r"lora\.enabled=true: its adapters only fit the Transformer of a recipe"
     ):
         fp8cfg.build(small(*LORA), model=torch.nn.Sequential(torch.nn.Linear(16, 16)))
 

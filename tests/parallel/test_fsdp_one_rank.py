@@ -105,7 +105,7 @@ def test_shards_of_gradients_add_up_in_their_codec(codec: str) -> None:
 def test_split_layers_are_not_exchanged() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"convert_back: FSDP2 has split the model, .*; a checkpoint has whole weights \(model.safetensors\)",
+        match=r"convert_back: FSDP2 has sharded the model, .*; a checkpoint has whole weights \(model.safetensors\)",
     ):
         fp8cfg.convert_back(job_of(CURRENT, FSDP).model)
 
