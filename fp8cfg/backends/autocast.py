@@ -57,7 +57,7 @@ def autocast(
         backend: The backend.
         model: The converted model.
         enabled: Whether layers multiply in FP8.
-        torch_autocast: "bf16" or "fp16" if the model has no casts of its own, otherwise "". Losses,
+        torch_autocast: "bf16" or "fp16" for a custom model without casts, otherwise "". Losses,
             softmax and norms then run in float32, by torch's rules.
     """
     if not torch_autocast:

@@ -34,7 +34,7 @@ class Choice:
         backend: Name of the backend.
         product: "emulate", "scaled_mm" or "none".
         why: Reason for the choice.
-        passed_over: A line for each backend that backend=auto would prefer, with its reason.
+        passed_over: Backends that backend=auto would prefer, each with a reason against it.
     """
 
     backend: str
@@ -119,19 +119,19 @@ def backend_violations(
     Args:
         name: Name of the backend.
 
-    The other arguments are those of `choose`.
+    See `choose` for the other arguments.
     """
     problem = registry.problem(name)
     if problem:
         return [Violation(f"backend={name}", problem, source="backend")]
     rules = registry.rules(name)
-    has = registry.capabilities(name)
+    capabilities = registry.capabilities(name)
     layout = strategy or Strategy()
     reasons: list[Violation] = []
     missing = rules.unavailable() if here else ""
     if missing:
         reasons.append(Violation(f"backend={name}", f"{missing}; set {rules.instead(precision)}"))
-    if statistics and not has.statistics:
+    if statistics and not capabilities.statistics:
         reasons.append(
             Violation(
                 f"log.fp8_stats_every_n_steps={statistics}",
@@ -142,7 +142,7 @@ def backend_violations(
         name, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     )
     replicas = layout.data_parallel_replicate_size
-    if replicas > 1 and not has.fully_shards:
+    if replicas > 1 and not capabilities.fully_shards:
         reasons.append(
             Violation(
                 f"backend={name}",
@@ -150,7 +150,7 @@ def backend_violations(
                 f" data_parallel_replicate_size={replicas} needs; set backend={REFERENCE}",
             )
         )
-    if precision.fp8.keep_transpose_cache and not has.weight_workspace:
+    if precision.fp8.keep_transpose_cache and not capabilities.weight_workspace:
         reasons.append(
             Violation(
                 "fp8.keep_transpose_cache=true",
@@ -158,7 +158,7 @@ def backend_violations(
                 f" backend={REFERENCE}",
             )
         )
-    if adapters and not has.adapters:
+    if adapters and not capabilities.adapters:
         reasons.append(
             Violation(
                 f"backend={name}",
@@ -188,11 +188,11 @@ def layout_violations(name: str, tensor: int = 1, stages: int = 1) -> list[Viola
     """
     if name == "auto" or not registry.exists(name):
         return []
-    has = registry.capabilities(name)
+    capabilities = registry.capabilities(name)
     problems = []
-    if tensor > 1 and not has.tensor_parallel:
+    if tensor > 1 and not capabilities.tensor_parallel:
         problems.append(f"its layers do not support tensor_model_parallel_size={tensor}")
-    if stages > 1 and not has.pipeline_parallel:
+    if stages > 1 and not capabilities.pipeline_parallel:
         problems.append(f"its scales do not support pipeline_model_parallel_size={stages}")
     return [
         Violation(f"backend={name}", f"{problem}; set backend={REFERENCE}", source="layout")
@@ -213,7 +213,7 @@ def _choice_of(
 
 
 def _uninstalled_alternatives(precision: Precision, hardware: Hardware) -> list[Violation]:
-    """Returns a line for each backend that could run `precision` after its installation."""
+    """Returns a hint for each backend that only needs to be installed."""
     violations = []
     for name in registry.preference():
         rules = registry.rules(name)

@@ -262,10 +262,10 @@ def _fp8_gemms(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
     fp8.override_linear_precision may keep some GEMMs in high precision. The text is the reason.
     """
     kinds: dict[str, Kinds] = dict(zip(GEMMS, gemm_formats(fp8), strict=True))
-    kept = [gemm for gemm in GEMMS if getattr(fp8.override_linear_precision, gemm)]
-    for gemm in kept:
+    overridden = [gemm for gemm in GEMMS if getattr(fp8.override_linear_precision, gemm)]
+    for gemm in overridden:
         kinds[gemm] = None
-    reason = f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
+    reason = f"fp8.override_linear_precision.{'|'.join(overridden)}" if overridden else ""
     return (kinds["fprop"], kinds["dgrad"], kinds["wgrad"]), reason
 
 
@@ -308,7 +308,7 @@ def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
 def plan_differences(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """Returns a line for each GEMM with other formats than planned.
+    """Returns a problem for each GEMM with other formats than planned.
 
     Args:
         plan: The plan.
@@ -336,7 +336,7 @@ def plan_differences(
 def not_engaged(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """Returns a line for each GEMM of a custom model in high precision instead of FP8.
+    """Returns a problem for each GEMM of a custom model in high precision instead of FP8.
 
     A missing GEMM is no difference if other GEMMs ran. A custom model may skip layers in a step,
     and autograd may not need a gradient.
@@ -353,14 +353,14 @@ def not_engaged(
         effective[planned.name] = {
             gemm: observed.get(gemm) or kinds for gemm, kinds in planned.products.items()
         }
-        outside = [
+        outside_gemms = [
             gemm
             for gemm, kinds in planned.products.items()
             if kinds and observed.get(gemm) == HIGH_PRECISION
         ]
-        if outside:
+        if outside_gemms:
             lines.append(
-                f"{planned.name} ({', '.join(outside)}): planned in FP8, ran in high precision,"
+                f"{planned.name} ({', '.join(outside_gemms)}): planned in FP8, ran in high precision,"
                 " outside of the autocast context"
             )
     return lines + plan_differences(plan, effective)

@@ -96,7 +96,7 @@ def _change_preset_values(recipe: Recipe, values: Mapping[str, int], reason: str
     Args:
         recipe: The recipe.
         values: New values by FP8 key. The preset still counts as their source.
-        reason: What the values now fit.
+        reason: Describes the model, for the note.
     """
     changes = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
     if not changes:
@@ -392,13 +392,13 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
     quantized: list[Any] = [*stored_weights.codec_layers(model)]
     quantized += [layer for layer in fp8_linears(model) if layer.is_encoded]
     quantized_weights = {layer.parameter for layer in quantized}
-    others = []
+    unquantized = []
     for p in model.parameters():
         if p.is_floating_point() and p.dtype.itemsize > 1 and p not in quantized_weights:
-            others.append(p)
-    matrices = [p for p in others if p.dim() > 1]
+            unquantized.append(p)
+    matrices = [p for p in unquantized if p.dim() > 1]
     biases = [layer.bias for layer in quantized if getattr(layer, "bias", None) is not None]
-    counts = Counter(p.dtype for p in matrices or biases or others)
+    counts = Counter(p.dtype for p in matrices or biases or unquantized)
     if not counts:
         return torch.float32
     return counts.most_common(1)[0][0]

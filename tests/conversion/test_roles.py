@@ -207,7 +207,7 @@ def test_adapters_stay_out_unless_they_are_named(
     plan = fp8cfg.convert_model(model, recipe(*words)).plan
     assert {p.name for p in plan if p.fp8} == converted
     assert {p.reason for p in plan if not p.fp8} <= {
-        "LoRA adapter; fp8.include names those that run in FP8"
+        "LoRA adapter; name it in fp8.include to run it in FP8"
     }
 
 

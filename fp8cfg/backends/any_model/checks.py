@@ -153,8 +153,8 @@ class StepWatch:
             self.updated = False
             self.hook.remove()
             warnings.warn(
-                "weights were updated, but fp8.step() was never called; it rolls histories and"
-                " updates scales under fp8.scaling=delayed; call it after each optimizer step",
+                "weights were updated without fp8.step(), which rolls histories and updates scales"
+                " under fp8.scaling=delayed; call it after each optimizer step",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -261,11 +261,11 @@ def plan_of(model: nn.Module) -> list[PlannedLinear]:
 
 
 def replaced_layers(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[str]:
-    """Returns a line for each FP8 layer of `plan` that is no longer a layer of `model`.
+    """Returns a problem for each FP8 layer of `plan` that is no longer in `model`.
 
     Args:
         model: The converted model. Its wrappers may have renamed layers since the conversion.
-        plan: What was planned when the model was converted.
+        plan: The plan of the conversion.
     """
     present = {vars(layer)[PLANNED].name for layer in model.modules() if PLANNED in vars(layer)}
     lines = []

@@ -367,7 +367,7 @@ def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
     reasons = {}
     for name in names:
         if _ADAPTER.search(name) and not any(fnmatchcase(name, pattern) for pattern in patterns):
-            reasons[name] = "LoRA adapter; fp8.include names those that run in FP8"
+            reasons[name] = "LoRA adapter; name it in fp8.include to run it in FP8"
     return reasons
 
 

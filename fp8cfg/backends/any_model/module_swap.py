@@ -282,8 +282,8 @@ def _reduce(layer: nn.Linear, protocol: int) -> tuple[Any, ...]:
 
 def _new_layer(fp8_class: Any, user_class: Any) -> nn.Linear:
     """Creates an empty layer of `_subclass_of_both`, for pickle."""
-    both = _subclass_of_both(fp8_class, user_class)
-    layer: nn.Linear = both.__new__(both)
+    cls = _subclass_of_both(fp8_class, user_class)
+    layer: nn.Linear = cls.__new__(cls)
     return layer
 
 

@@ -260,8 +260,8 @@ def watched_class(linear: type) -> type:
 def record_gemms(gemm: Any, device: Any) -> None:
     """Makes `gemm.fp8_gemm`, which runs all FP8 GEMMs of MS-AMP, record its operands.
 
-    The record is in the layer. If MS-AMP finds no FP8 on `device`, it multiplies in high precision,
-    and the record says so.
+    The record is in the layer. If MS-AMP finds no FP8 on `device`, it multiplies and is recorded in
+    high precision.
     """
     multiply = gemm.fp8_gemm
     # The patch is for the whole process.

@@ -114,7 +114,7 @@ def describe_gpu(hardware: Hardware) -> str:
 def _hardware_lacks(precision: Precision, hardware: Hardware) -> list[Violation]:
     """Returns a violation if the GPU or its CUDA version cannot multiply with the scaling.
 
-    The message has a setting that works, if there is one.
+    The message suggests a setting that works.
     """
     lines = no_units(precision, hardware)
     if lines:

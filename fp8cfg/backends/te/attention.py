@@ -205,7 +205,7 @@ def _te_attention(attention: Any, te: Any, recipe: Any) -> TEAttention:
         attn_mask_type="causal",
         **options,
     )
-    wanted = {
+    expected = {
         "num_attention_heads": heads,
         "hidden_size_per_attention_head_k": attention.head_dim,
         "num_gqa_groups": attention.num_query_groups,
@@ -213,7 +213,7 @@ def _te_attention(attention: Any, te: Any, recipe: Any) -> TEAttention:
         "attn_mask_type": "causal",
         "unfused_attention.attention_dropout.p": 0.0,
     }
-    check_fields(module, wanted)
+    check_fields(module, expected)
     # Creates scales and histories now, because a state dict must have them before the first pass.
     # With gradients the exit of the context would update scales.
     with torch.no_grad(), te_autocast(te, True, recipe):

@@ -65,8 +65,10 @@ def convert(
     """
     refuse_if([*contradictions(fp8, os.environ), *attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
-    kept = {module for name, module in model.named_modules() if is_excluded(name, fp8)}
-    builder = EngineBuilder(te, recipe_of(fp8), fp8.params, shared_weights(model), compute, kept)
+    excluded = {module for name, module in model.named_modules() if is_excluded(name, fp8)}
+    builder = EngineBuilder(
+        te, recipe_of(fp8), fp8.params, shared_weights(model), compute, excluded
+    )
     for planned in plan:
         if planned.fp8:
             linear = model.get_submodule(planned.name)
@@ -79,7 +81,7 @@ def convert(
         if not hasattr(layer, "engine"):
             _build_linear_engine(layer, builder)
     for name, module in list(model.named_modules()):
-        if module in kept:
+        if module in excluded:
             continue
         norm = _te_norm(module, te)
         if norm is not None:

@@ -42,7 +42,7 @@ the rest, but this backend does not use them.
 class TEDecoderLayer(nn.Module):
     """Transformer layer computed by te.TransformerLayer: x [batch, tokens, hidden] to the same shape.
 
-    The children are those of the replaced layer and hold the Parameters. They are `TELinear`,
+    It takes over the children of the replaced layer with their Parameters. These are `TELinear`,
     `TENorm` and `TEMLP`, but their forward methods are not called.
 
     Args:
@@ -215,7 +215,7 @@ def convert_decoder(model: nn.Module, name: str, layer: Any, builder: EngineBuil
         bias=False,
         activation="swiglu",
     )
-    wanted = {
+    expected = {
         "self_attn_mask_type": "causal",
         "window_size": None,
         "attn_input_format": "bshd",
@@ -238,7 +238,7 @@ def convert_decoder(model: nn.Module, name: str, layer: Any, builder: EngineBuil
         "self_attention.core_attention.unfused_attention.attention_dropout.p": 0.0,
         "softcap": 0.0,
     }
-    check_fields(module, wanted, optional=("softcap",))  # version 2.8 has no softcap
+    check_fields(module, expected, optional=("softcap",))  # version 2.8 has no softcap
     input_norm = TENorm(layer.input_layernorm, None)
     mlp_norm = TENorm(layer.pre_mlp_layernorm, None)
     norm_options = {"eps": eps, "normalization": "RMSNorm"}

@@ -1,4 +1,4 @@
-"""Builds Transformer Engine modules for the layers of a model and checks what was built."""
+"""Builds Transformer Engine modules for the layers of a model and checks their fields."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EngineBuilder:
         options: Mapping[str, Any],
         bias: bool = False,
     ) -> None:
-        """Makes `module` the engine of `linears`. The arguments are those of `build_engine`.
+        """Makes `module` the engine of `linears`. See `build_engine` for the arguments.
 
         Raises:
             BackendError: The module has other Parameters or other fields.
@@ -101,9 +101,14 @@ class EngineBuilder:
             name: tuple(parameter.shape) for name, parameter in module.named_parameters()
         }
         same(type(module).__name__, shapes, module_shapes)
-        wanted = {"use_bias": bias, "parallel_mode": None, "zero_centered_gamma": False, **options}
+        expected = {
+            "use_bias": bias,
+            "parallel_mode": None,
+            "zero_centered_gamma": False,
+            **options,
+        }
         # te.Linear has no norm, and te.LayerNormMLP no parallel_mode.
-        check_fields(module, wanted, optional=("parallel_mode", "zero_centered_gamma"))
+        check_fields(module, expected, optional=("parallel_mode", "zero_centered_gamma"))
         stores_fp8 = self._stores_fp8(linears)
         if self.recipe.delayed() and not stores_fp8:
             # Transformer Engine creates scales and histories in the first pass. A state dict must
@@ -130,26 +135,26 @@ class EngineBuilder:
         return model_init(enabled=self._stores_fp8(linears), recipe=self.recipe)
 
 
-def check_fields(module: Any, wanted: Mapping[str, Any], optional: Collection[str] = ()) -> None:
+def check_fields(module: Any, expected: Mapping[str, Any], optional: Collection[str] = ()) -> None:
     """Compares fields of a Transformer Engine module with the values they must have.
 
     Args:
         module: The module.
-        wanted: Values by field. A field may be nested, such as "self_attention.qkv_format".
+        expected: Values by field. A field may be nested, such as "self_attention.qkv_format".
         optional: Fields that the module may lack.
 
     Raises:
         BackendError: With every field that differs or is missing.
     """
     values = {}
-    for name in wanted:
+    for name in expected:
         value = module
         for attribute in name.split("."):
             value = getattr(value, attribute, _MISSING)
         if value is not _MISSING:
             values[name] = value
     required = {}
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if name in values or name not in optional:
             required[name] = value
     same(type(module).__name__, required, values)

@@ -63,8 +63,8 @@ class RangeWatch:
         rows: Sequence[Tensor | None] = [None] * len(self._layers)
         if not skipped and len(recorded) == 2:
             forward = recorded[True]
-            both = torch.cat([forward, recorded[False]])
-            rows = both[self._columns(both.device, len(forward))].unbind()
+            range_used = torch.cat([forward, recorded[False]])
+            rows = range_used[self._columns(range_used.device, len(forward))].unbind()
         for layer, row in zip(self._layers, rows, strict=True):
             layer.range_used = row
 

@@ -25,46 +25,46 @@ def recipe_of(fp8: FP8) -> Any:
     """
     te = importlib.import_module("transformer_engine.common.recipe")
     cls = getattr(te, SCALINGS[fp8.scaling].te)
-    wanted = {}
+    expected = {}
     for name, value in fields(fp8).items():
         # Older versions lack some fields and act as if these had their default.
         if hasattr(cls, name) or LATER.get(name, ...) != value:
-            wanted[name] = value
+            expected[name] = value
     arguments = {}
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if not name.startswith(("fp8_quant", "fp4_quant")):
             arguments[name] = _te_value(te, name, value)
     built = cls(**arguments)
     # The constructors of current and block scaling drop these fields, but layers only read these.
     for tensor in TENSORS:
         name = f"fp8_quant_{tensor}"
-        if name in wanted:
-            setattr(built, name, te.QParams(**wanted[name]))
-    check(built, wanted)
+        if name in expected:
+            setattr(built, name, te.QParams(**expected[name]))
+    check(built, expected)
     return built
 
 
-def check(built: Any, wanted: Mapping[str, Any]) -> None:
+def check(built: Any, expected: Mapping[str, Any]) -> None:
     """Compares the fields of a recipe object.
 
     Args:
         built: The recipe object of Transformer Engine.
-        wanted: Plain values of the fields.
+        expected: Plain values of the fields.
 
     Raises:
         BackendError: With the name and both values of each field that differs.
     """
     values = {}
-    for name in wanted:
+    for name in expected:
         if hasattr(built, name):
             values[name] = _plain_value(getattr(built, name))
-    same(type(built).__name__, wanted, values)
+    same(type(built).__name__, expected, values)
 
 
 def fields(fp8: FP8) -> Fields:
     """Returns the expected plain value of every field of the recipe object.
 
-    Includes fields without a key of ours. NVTE_* variables set some of them, and defaults change
+    Includes fields without an fp8.* key. NVTE_* variables set some of them, and defaults change
     between versions.
     """
     override = "high_precision" if high_precision_backward(fp8) else None

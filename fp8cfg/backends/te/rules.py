@@ -433,19 +433,19 @@ def _unsupported_delayed_keys(fp8: FP8) -> list[Violation]:
 
 def _unsupported_overrides(fp8: FP8) -> list[Violation]:
     """Returns a violation if fp8.override_linear_precision has no backward_override."""
-    kept = [
+    overridden = [
         gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(fp8.override_linear_precision, gemm)
     ]
-    if kept and not high_precision_backward(fp8):
+    if overridden and not high_precision_backward(fp8):
         return [
             Violation(
-                f"fp8.override_linear_precision.{kept[0]}=true",
+                f"fp8.override_linear_precision.{overridden[0]}=true",
                 "since 2.0 Transformer Engine keeps"
                 " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
                 " and wgrad, or set backend=native",
             )
         ]
-    if kept and not HAS[fp8.scaling].backward_override:
+    if overridden and not HAS[fp8.scaling].backward_override:
         return [
             Violation(
                 "fp8.override_linear_precision.dgrad=true",

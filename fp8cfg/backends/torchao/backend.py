@@ -100,7 +100,7 @@ def _layer_maker(
         layer: Any = TorchaoLinear.from_float(linear, config)
         # For FP8 gathers torchao wraps the weight in a tensor subclass.
         weight = layer.weight._tensor if fp8_gather else layer.weight
-        wanted = {
+        expected = {
             "config": config,
             "weight": id(linear.weight),
             "bias": id(linear.bias),
@@ -112,7 +112,7 @@ def _layer_maker(
             "bias": id(layer.bias),
             "emulate": {mm.emulate for mm in layer.linear_mm_config},
         }
-        same("Float8Linear", wanted, built)
+        same("Float8Linear", expected, built)
         assert isinstance(layer, WatchedLinear)
         return layer
 
@@ -122,7 +122,7 @@ def _layer_maker(
 def _mxfp8_layer_maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedLinear]:
     """Returns a function that creates the MXFP8 layer of an nn.Linear and reads its fields back."""
     kernels = KernelPreference.EMULATED if product == "emulate" else KernelPreference.AUTO
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "kernel_preference": kernels,
         "scale_calculation_mode": ScaleCalculationMode.RCEIL,
         "wgrad_with_hp": fp8.override_linear_precision.wgrad,
@@ -131,10 +131,10 @@ def _mxfp8_layer_maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedL
     def make_layer(linear: nn.Linear) -> WatchedLinear:
         out_features, in_features = linear.weight.shape
         layer = TorchaoMXLinear(
-            in_features, out_features, bias=linear.bias is not None, device="meta", **wanted
+            in_features, out_features, bias=linear.bias is not None, device="meta", **expected
         )
         layer.weight, layer.bias = linear.weight, linear.bias
-        same("MXFP8Linear", wanted, {name: getattr(layer, name) for name in wanted})
+        same("MXFP8Linear", expected, {name: getattr(layer, name) for name in expected})
         return layer
 
     return make_layer
@@ -167,7 +167,7 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
         granularity = ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE
         return CastConfig(ScalingType.DYNAMIC, granularity, dtype)
 
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "cast_config_input": cast("fprop"),
         "cast_config_input_for_grad_weight": cast("wgrad"),
         "cast_config_weight": cast("fprop"),
@@ -185,9 +185,9 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
         "force_recompute_fp8_weight_in_bwd": False,
         "round_scales_to_power_of_2": power_2_scales(fp8),
     }
-    config = Float8LinearConfig(**wanted)
+    config = Float8LinearConfig(**expected)
     built = {field.name: getattr(config, field.name) for field in fields(config)}
-    same("Float8LinearConfig", wanted, built)
+    same("Float8LinearConfig", expected, built)
     return config
 
 
