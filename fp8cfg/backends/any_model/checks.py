@@ -156,7 +156,7 @@ class StepWatch:
                 "weights were updated without fp8.step(), which rolls histories and updates scales"
                 " under fp8.scaling=delayed; call it after each optimizer step",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,  # the `with` statement of the user
             )
 
 
