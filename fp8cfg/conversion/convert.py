@@ -461,13 +461,13 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise NotFP8Error(f"this model did not run as planned: {'; '.join(lines[:3])}{more}")
-    ran = coverage(model)
-    if ran.share < fp8.min_coverage:
+    observed_coverage = coverage(model)
+    if observed_coverage.share < fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={fp8.min_coverage:g}: {ran.share:.1%} of {ran.denominator} ran in FP8"
+            f"fp8.min_coverage={fp8.min_coverage:g}: {observed_coverage.share:.1%} of {observed_coverage.denominator} ran in FP8"
         )
-    warn_of_low_coverage(model, ran)
-    return ran
+    warn_of_low_coverage(model, observed_coverage)
+    return observed_coverage
 
 
 def adapt_recipe(recipe: Recipe, model: nn.Module) -> Recipe:
