@@ -201,7 +201,9 @@ class _BackwardPasses(NamedTuple):
 def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
     """Counts the modules with gradients."""
     # Linear layers are numbered in the order of the forward pass, four per Transformer layer:
-    # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer.
+    # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer. Backward stops at
+    # the first trained layer: a module's output has a gradient if the first trained layer is in the
+    # module or before it. Its input has one if the first trained layer is before it.
     first_trained = _first_trained(recipe)
     recomputes_layers = recipe.model.recompute_granularity == "full"
     recomputed_layers = attention = inputs = outputs = 0

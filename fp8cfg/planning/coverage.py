@@ -148,15 +148,16 @@ class Coverage:
 
     def blocks(self) -> list[str]:
         """Returns the table, the summary and the note, for a report."""
+        total = self.flops
         rows = []
         for group in self._groups():
-            share = group.flops / self.flops
+            share = group.flops / total
             rows.append([str(group.layers), group.name, f"{share:.1%}", group.formats])
         # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
         # They have a count only if some layers run attention in FP8.
         counts = Counter(self._attention_formats(attention) for attention in self.attentions)
         for formats, count in counts.items():
-            share = count / len(self.attentions) * self.attention_flops / self.flops
+            share = count / len(self.attentions) * self.attention_flops / total
             count_text = str(count) if self._attentions_in_fp8 else ""
             rows.append([count_text, "attention", f"{share:.1%}", formats])
         header = ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"]
@@ -219,13 +220,14 @@ class Coverage:
         Returns:
             For each reason the number of layers and their share of all FLOPs.
         """
+        total = self.flops
         shares_by_reason: dict[str, list[float]] = {}
         for linear in self.linears:
             if not linear.fp8:
-                share = self._gemm_flops(linear) / self.flops
+                share = self._gemm_flops(linear) / total
                 shares_by_reason.setdefault(_high_precision_reason(linear), []).append(share)
         for module in self.other_weights:
-            share = self._gemm_flops(module) / self.flops
+            share = self._gemm_flops(module) / total
             shares_by_reason.setdefault(module.reason, []).append(share)
         sums = [(reason, len(shares), sum(shares)) for reason, shares in shares_by_reason.items()]
         return sorted(sums, key=lambda group: -group[2])
