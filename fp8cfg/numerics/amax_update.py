@@ -292,7 +292,7 @@ class RangesUsed(NamedTuple):
     """Amaxes of a step as multiples of the range, still on the device.
 
     Attributes:
-        ratios: float32 [tensors]. 0 for a finite tensor with a scale of its own.
+        ratios: float32 [tensors]. 0 for a finite tensor that is scaled by its own amax.
         names: Names of the tensors.
     """
 

@@ -9,10 +9,11 @@ For T tokens:
 Inputs and weights are quantized to `scaling.forward` (E4M3), gradients to `scaling.backward` (E5M2 in the
 hybrid format). Read on:
 
-    LinearFunction     the three GEMMs, and what is saved for the backward pass
+    LinearFunction     the three GEMMs, and the tensors saved for the backward pass
     FP8Linear          the module: configuration, buffers, weight storage
-    linear_operands    what each GEMM reads: scales, dimensions, kernels, cached weights
-    weight_storage     weights stored in FP8 or in a codec; fsdp_weights gathers them in FP8
+    linear_operands    operands of each GEMM: scales, dimensions, kernels, cached weights
+    weight_storage     weights stored in FP8 or in a codec
+    fsdp_weights       FP8 all-gather of weights
 
 Delayed scaling needs state between steps. Row 0 of `fp8_amax_history`, with `fp8_backward_amax`, is the
 running maximum since the last `update_scales`. Nothing else changes in a forward or backward pass, and a
@@ -169,6 +170,7 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call, buffers = ctx.call, ctx.buffers
+        # Three tensors for each operand.
         *operands, input_source, stored_data = ctx.saved_tensors
         input_operand = Operand.from_tensors(operands[:3], ctx.input_kind)
         weight_operand = Operand.from_tensors(operands[3:], ctx.weight_kind)
@@ -247,7 +249,7 @@ def operand_tensors(operand: Operand | None) -> tuple[Tensor | None, ...]:
 
 
 def operand_kind(operand: Operand | None) -> Any:
-    """Returns what `Operand.from_tensors` needs next to the tensors."""
+    """Returns the second argument of `Operand.from_tensors`: format and tile."""
     if operand is None:
         return None
     return operand.fmt, operand.tile
@@ -280,7 +282,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         weight_cache: The quantized weight of the current optimizer step.
         keeps_transpose: Whether the cache has dgrad's transpose of an FP8 weight.
         fsdp_shard: FSDPShard of fsdp_weights.py, if FSDP2 gathers the weight in FP8 or in a codec.
-        amax_group: Tensor-parallel ranks with other parts of the tensors.
+        amax_group: Tensor-parallel ranks with the other shards of the tensors.
         token_shard: This rank's tokens of the input under sequence parallelism.
         keeps_input: Whether the backward pass quantizes the saved input for wgrad.
         adds_bias: Whether this rank adds the bias.
@@ -415,7 +417,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         bias = None
         if self.adds_bias:
             bias = self.bias
-        # Operands have their dtypes already; autocast would change those of emulated GEMMs.
+        # Operands have their dtypes already, and autocast would change them in emulated GEMMs.
         with torch.autocast(x.device.type, enabled=False):
             cached = self._cached_operands(call, weight, storage, forward_buffers, x.requires_grad)
             y: Tensor = LinearFunction.apply(

@@ -1,7 +1,7 @@
 """FP8 weights: the forms in which a layer stores its weight.
 
 `FP8Weight` and `CodecWeight` are the two storage forms besides a high-precision Parameter. Both have
-`values(dtype)`, and an FP8 weight is a GEMM operand as it is stored.
+`values(dtype)`. GEMMs read an FP8 weight as it is stored.
 
 One float8 matrix serves fprop and dgrad if both read the same scales: one scale per tensor, or square
 tiles. If scales lie along rows, dgrad cannot read them along columns. Such a scaling stores a second

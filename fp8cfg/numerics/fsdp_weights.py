@@ -15,8 +15,8 @@ Read from top to bottom:
     shard_in_fp8            makes the weight of a layer a WeightShard, before fully_shard
     refresh_shards          scales of all weights, after each step
     FSDPShard               state of one shard: place, scales, quantized rows
-    shard_amaxes            amaxes of a shard; their maximum over the shards sets the scales
-    quantized_shard         quantizes a shard with these scales
+    compute_shard_amaxes            amaxes of a shard; their maximum over the shards sets the scales
+    quantize_shard         quantizes a shard with these scales
     WeightShard             the tensor that FSDP2 shards, with its two hooks
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather`
@@ -112,7 +112,7 @@ def refresh_shards(layers: Iterable[FP8Linear]) -> None:
     scaling = sharded[0][1].scaling
     if codec is not None and not codec.per_tensor:
         return
-    layer_amaxes = shard_amaxes(
+    layer_amaxes = compute_shard_amaxes(
         [_local_shard(layer) for layer, _ in sharded],
         scaling,
         [shard.place for _, shard in sharded],
@@ -178,7 +178,7 @@ class FSDPShard:
             return FP8Weight(data, scale_inv)
         quantized = self.quantized
         if quantized is None:
-            quantized = quantized_shard(shard, self.scaling, self.place, self.scales, history)
+            quantized = quantize_shard(shard, self.scaling, self.place, self.scales, history)
         self.quantized = quantized
         if self.gathered_once:
             self.quantized = None
@@ -237,11 +237,23 @@ class ShardScales(NamedTuple):
     tiles: Mapping[int, TileScales] = {}
 
 
+def _has_tensor_scale(scaling: Scaling) -> bool:
+    """Whether a scale covers the whole weight: its only scale, or the global scale of NVFP4."""
+    return scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
+
+
 def _tiles(scaling: Scaling) -> Iterator[tuple[int, Tile]]:
     """Yields each contracted dimension with its tile; nothing for one scale per tensor."""
     for dim in quantized_dims(scaling):
         tile = scaling.tile(WEIGHT, dim)
         if tile is not None:
+            yield dim, tile
+
+
+def _shared_tiles(scaling: Scaling, place: ShardPlace) -> Iterator[tuple[int, Tile]]:
+    """Yields each contracted dimension whose tiles are shared by ranks, with its tile."""
+    for dim, tile in _tiles(scaling):
+        if place.cuts(tile):
             yield dim, tile
 
 
@@ -259,18 +271,16 @@ def split_fields(scaling: Scaling, place: ShardPlace) -> dict[str, int]:
 
 
 def _amax_tiles(scaling: Scaling, place: ShardPlace) -> list[Tile | None]:
-    """Returns the tile of each result of `shard_amaxes`, None for the whole weight."""
+    """Returns the tile of each result of `compute_shard_amaxes`, None for the whole weight."""
     tiles: list[Tile | None] = []
-    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
+    if _has_tensor_scale(scaling):
         tiles.append(None)
-    for _, tile in _tiles(scaling):
-        if place.cuts(tile):
-            tiles.append(tile)
+    tiles += [tile for _, tile in _shared_tiles(scaling, place)]
     return tiles
 
 
 def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of the results of `shard_amaxes`."""
+    """Returns the shapes of the results of `compute_shard_amaxes`."""
     shapes: list[tuple[int, ...]] = []
     for tile in _amax_tiles(scaling, place):
         if tile is None:
@@ -283,12 +293,12 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
 def span_tensor_ranks(
     scaling: Scaling, place: ShardPlace, amax_group: AmaxGroup | None
 ) -> list[bool]:
-    """Tells for each result of `shard_amaxes` whether tensor-parallel ranks share its tiles."""
+    """Tells for each result of `compute_shard_amaxes` whether tensor-parallel ranks share its tiles."""
     tiles = _amax_tiles(scaling, place)
     return [sharing_group(amax_group, WEIGHT, tile) is not None for tile in tiles]
 
 
-def shard_amaxes(
+def compute_shard_amaxes(
     shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace], keep_nan: bool = False
 ) -> list[list[Tensor]]:
     """Computes the amaxes of shards. Their maximum over the shards of a weight sets its scales.
@@ -304,39 +314,37 @@ def shard_amaxes(
         shared tiles of the weight, 0 for tiles outside the shard.
     """
     results: list[list[Tensor]] = [[] for _ in shards]
-    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
+    if _has_tensor_scale(scaling):
         keep_nan = keep_nan or scaling.layout.two_levels
         amaxes = compute_amaxes(shards, keep_nan).unbind()
         for result, amax in zip(results, amaxes, strict=True):
             result.append(amax)
     for result, shard, place in zip(results, shards, places, strict=True):
-        for _, tile in _tiles(scaling):
-            if place.cuts(tile):
-                result.append(_tile_amaxes(shard, tile, scaling, place))
+        for _, tile in _shared_tiles(scaling, place):
+            result.append(_tile_amaxes(shard, tile, scaling, place))
     return results
 
 
-def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
-    """Computes scales of tiles from the results of `shard_amaxes`, reduced over all shards."""
+def compute_shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
+    """Computes scales of tiles from the results of `compute_shard_amaxes`, reduced over all shards."""
     remaining = iter(amaxes)
     amax, global_scale = None, None
     if scaling.layout.two_levels:
         amax = next(remaining)
         global_scale = global_scale_from_amax(amax)
     tiles = {}
-    for dim, tile in _tiles(scaling):
-        if place.cuts(tile):
-            tiles[dim] = tile_scales_from_amaxes(
-                next(remaining), scaling.forward, scaling, global_scale
-            )
+    for dim, _ in _shared_tiles(scaling, place):
+        tiles[dim] = tile_scales_from_amaxes(
+            next(remaining), scaling.forward, scaling, global_scale
+        )
     return ShardScales(None, amax, global_scale, tiles)
 
 
-def quantized_shard(
+def quantize_shard(
     shard: Tensor,
     scaling: Scaling,
     place: ShardPlace,
-    known: ShardScales,
+    scales: ShardScales,
     history: Tensor | None = None,
 ) -> FP8Weight:
     """Quantizes a shard to its rows of the quantized weight.
@@ -345,25 +353,26 @@ def quantized_shard(
         shard: float32 [rows, in].
         scaling: The scaling.
         place: The place of the shard.
-        known: Scales from `refresh_shards`. Tiles without one are scaled by their amax.
+        scales: Scales from `refresh_shards`. Other tiles are in this shard only and are scaled by
+            their amax.
         history: Amax record [L, 3]. Row 0 receives infinite amaxes, and overflow is counted. The
             amaxes of shared tiles are in it already.
     """
     record = running_max(history, WEIGHT)
-    if known.scale is not None:
-        return store_scaled(shard, scaling, known.scale, record)
-    if not known.tiles:
-        nvfp4_shard = store_nvfp4_fused(shard, scaling, history, amax=known.amax)
+    if scales.scale is not None:
+        return store_scaled(shard, scaling, scales.scale, record)
+    if not scales.tiles:
+        nvfp4_shard = store_nvfp4_fused(shard, scaling, history, amax=scales.amax)
         if nvfp4_shard is not None:
             return nvfp4_shard
-    local_dims = [dim for dim, _ in _tiles(scaling) if dim not in known.tiles]
+    local_dims = [dim for dim, _ in _tiles(scaling) if dim not in scales.tiles]
     fused = store_tiles_fused(shard, scaling, local_dims, history)
     fields: dict[str, Tensor] = {}
     for dim, tile in _tiles(scaling):
         if dim in fused:
             data, scale_inv = fused[dim]
         else:
-            data, scale_inv = _quantize_rows(shard, dim, tile, scaling, place, known, record)
+            data, scale_inv = _quantize_rows(shard, dim, tile, scaling, place, scales, record)
             scale_inv = pack(scale_inv, scaling)
         data_field, scale_field = FIELDS[dim]
         fields[data_field] = data
@@ -371,8 +380,8 @@ def quantized_shard(
     if record is not None and not fused:  # kernels count themselves
         count_out_of_range(shard, WEIGHT, record, None, scaling.forward)
     global_scale_inv = None
-    if known.global_scale is not None:
-        global_scale_inv = known.global_scale.reciprocal()
+    if scales.global_scale is not None:
+        global_scale_inv = scales.global_scale.reciprocal()
     return FP8Weight(**fields, global_scale_inv=global_scale_inv)
 
 
@@ -382,12 +391,12 @@ def _quantize_rows(
     tile: Tile,
     scaling: Scaling,
     place: ShardPlace,
-    known: ShardScales,
+    scales: ShardScales,
     record: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns float8 data and float32 inverse scales for a GEMM that contracts `dim`."""
     fmt = scaling.forward
-    shared = known.tiles.get(dim)
+    shared = scales.tiles.get(dim)
     if shared is not None:
         scale = _scale_of_elements(shared.encode, shard, tile, place)
         return cast(shard.float() * scale, fmt), shared.decode
@@ -396,7 +405,7 @@ def _quantize_rows(
         scale_inv = torch.zeros(0, columns, dtype=torch.float32, device=shard.device)
         return shard.to(fmt.dtype), scale_inv
     operand = quantize_tiles(
-        shard, tile, fmt, scaling, fmt.dtype, known.global_scale, record=record
+        shard, tile, fmt, scaling, fmt.dtype, scales.global_scale, record=record
     )
     assert operand.scale_inv is not None
     return operand.data, operand.scale_inv
@@ -408,8 +417,8 @@ def stored_bytes(scaling: Scaling, rows: int, columns: int) -> int:
     for _, tile in _tiles(scaling):
         tile_rows, tile_columns = _grid((rows, columns), tile)
         scale_bytes += SCALE_BYTES[scaling.layout.scale] * tile_rows * tile_columns
-    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
-        scale_bytes += FLOAT32  # the scale of the tensor
+    if _has_tensor_scale(scaling):
+        scale_bytes += FLOAT32
     return len(quantized_dims(scaling)) * rows * columns + scale_bytes
 
 
@@ -459,7 +468,7 @@ def _reduce_over_tensor_ranks(
 
     Args:
         sharded: The layers.
-        flat: The results of `shard_amaxes` of all layers, concatenated.
+        flat: The results of `compute_shard_amaxes` of all layers, concatenated.
         counts: Number of elements of each result.
 
     Returns:
@@ -506,12 +515,12 @@ def _set_tensor_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Tenso
 
 
 def _set_tile_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Sequence[Tensor]) -> None:
-    """Records the reduced results of `shard_amaxes` and sets the scales of shared tiles."""
+    """Records the reduced results of `compute_shard_amaxes` and sets the scales of shared tiles."""
     remaining = iter(amaxes)
     for layer, shard in sharded:
         shapes = amax_shapes(layer.scaling, shard.place, layer.in_features)
         layer_amaxes = [next(remaining).view(shape) for shape in shapes]
-        shard.scales = shard_scales(layer_amaxes, layer.scaling, shard.place)
+        shard.scales = compute_shard_scales(layer_amaxes, layer.scaling, shard.place)
         record = amax_record(layer)[0, WEIGHT]
         for amax in layer_amaxes:
             record_amax(record, replace_nan(amax).amax())

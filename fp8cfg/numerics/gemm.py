@@ -1,11 +1,11 @@
 """GEMM: multiplies two operands in FP8 or high precision, and records what it multiplied.
 
-An FP8 GEMM is real or emulated. A real one multiplies float8 operands by torch's scaled products.
-An emulated one multiplies the same values, carried in bfloat16, which holds all of them exactly, or
-in float32. Both accumulate in float32, multiply by the inverse scales, add the bias in the dtype of
-the output and round once, to that dtype. With tiles the bias is added after rounding, because no
-real GEMM with tiles has a bias. The two differ in the order of summation. Nothing emulates the
-shorter accumulator of Hopper's fast accumulation.
+An FP8 GEMM is real or emulated. A real GEMM multiplies float8 operands by torch's scaled products. An
+emulated GEMM multiplies the same values in a carrier: float32, or bfloat16, which holds all of them
+exactly. Both accumulate in float32, multiply by the inverse scales, add the bias in the dtype of the
+output and round once, to that dtype. With tiles the bias is added after rounding, because no real GEMM
+with tiles has a bias. The two differ in the order of summation. Nothing emulates the shorter
+accumulator of Hopper's fast accumulation.
 
 Scales that vary along the contracted dimension are multiplied into carried values. Powers of two
 change no mantissa, and an E2M1 value times an E4M3 scale has six significant bits: bfloat16 still
@@ -518,7 +518,7 @@ def _(
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Returns bytes [R, C] in the order in which the tensor cores read scales, flat.
 
-    The order is that of tiles of 128 x 4. In a tile rows r, r + 32, r + 64 and r + 96 are
+    The tensor cores read tiles of 128 x 4. In a tile the rows r, r + 32, r + 64 and r + 96 are
     neighbors. Incomplete tiles are padded with zeros.
     """
     rows, columns = scales.shape

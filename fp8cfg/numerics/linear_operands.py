@@ -87,7 +87,7 @@ class LinearCall(NamedTuple):
         weight_grad_dtype: Dtype of the weight gradient.
         record_amax: Whether the pass counts for later scales. False under no_grad.
         is_training: Whether GEMMs in high precision are recorded.
-        amax_group: Ranks with other parts of the tensors. They share the scales.
+        amax_group: Ranks with the other shards of the tensors. They share the scales.
         token_shard: This rank's tokens of a gathered input.
         num_sequences: Sequences in the input.
         saves_input: Whether the input is saved as it is, because it takes no extra memory:

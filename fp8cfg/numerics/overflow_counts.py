@@ -1,9 +1,9 @@
 """Counts of overflowed values: elements of FP8 tensors that were clipped or infinite.
 
-A kernel counts the elements of its tile if their amax says that some do not fit. If plain torch
-operations quantize a tensor, it is read once more in that case (`quantize.count_out_of_range`). A
-step in which everything fits reads nothing extra. Counts add up over microbatches. A pass that
-activation checkpointing runs again counts nothing, because the first pass has counted its tensors.
+A kernel counts the elements of its tile if their amax exceeds the range. If plain torch operations
+quantize a tensor, it is read once more in that case (`quantize.count_out_of_range`). If all values of
+a step fit, nothing extra is read. Counts add up over microbatches. Activation checkpointing runs
+passes again. They count nothing, because the first pass has counted the tensors.
 
 A device has one counter for all layers. Kernels and custom operators add to it. No graph reads it,
 so compilers do not know it.
@@ -23,16 +23,16 @@ NUM_SLOTS = 512
 """Slots of a ring, one for each step. Slot 0 takes what is not counted."""
 
 NO_CUDA_GRAPH = (torch.Tag.cudagraph_unsafe,)
-"""Tags of operators that count. Inductor leaves them out of CUDA graphs: a graph would add to the
-slot
-of the step that captured it in all later steps."""
+"""Tags of operators that count. Inductor leaves them out of CUDA graphs: in all later steps a graph
+would add to the slot of the step that captured it.
+"""
 
 
 class _Ring:
     """Slots [NUM_SLOTS, 4], float32: clipped values, infinite values, and two unused numbers.
 
-    Each step has a slot of its own, so no kernel must clear one, and steps that the host launches
-    ahead do not mix. The unused numbers keep the kernels' pointers aligned to 16 bytes.
+    Each step has another slot. So no kernel must clear a slot, and steps that the host launches ahead
+    do not mix. The unused numbers keep the kernels' pointers aligned to 16 bytes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -112,7 +112,7 @@ class NarrowWeight(StoredWeight):
             raise AttributeError(f"{type(self).__name__} has no weight yet")
         if not self.has_scale:
             return self.parameter
-        with torch.enable_grad():
+        with torch.enable_grad():  # with a gradient even under no_grad, see `as_read`
             return as_read(self.decoded_weight(), self.parameter)
 
     @property
@@ -245,6 +245,7 @@ class NarrowWeight(StoredWeight):
         self._gradient_of_weight = receiver
 
     def _remember_grad_dtype(self) -> None:
+        """Keeps the `grad_dtype` that a user has set on the Parameter, for the next Parameter."""
         if self.is_encoded and self.parameter.grad_dtype is not None:
             self.weight_grad_dtype = self.parameter.grad_dtype
 
@@ -262,6 +263,7 @@ class NarrowWeight(StoredWeight):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves stored tensors between devices, but never casts them."""
         self._remember_grad_dtype()
+        # nn.Module passes the tensors only, without names.
         uncast = {id(buffer) for buffer in self._buffers.values()}
         if self.is_encoded:
             uncast |= {id(self.parameter), id(self.parameter.grad)}

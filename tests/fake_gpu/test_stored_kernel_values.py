@@ -103,15 +103,17 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
         )
         found = [
             torch.stack(each).amax(0)
-            for each in zip(*fsdp_weights.shard_amaxes(pieces, scaling, places), strict=True)
+            for each in zip(
+                *fsdp_weights.compute_shard_amaxes(pieces, scaling, places), strict=True
+            )
         ]
         known = (
-            fsdp_weights.shard_scales(found, scaling, places[0])
+            fsdp_weights.compute_shard_scales(found, scaling, places[0])
             if scale is None
             else fsdp_weights.ShardScales(scale)
         )
         made = [
-            fsdp_weights.quantized_shard(piece, scaling, place, known)
+            fsdp_weights.quantize_shard(piece, scaling, place, known)
             for piece, place in zip(pieces, places, strict=True)
         ]
         split = fsdp_weights.split_fields(scaling, places[0])

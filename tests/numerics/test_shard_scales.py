@@ -21,11 +21,11 @@ from fp8cfg.numerics.fsdp_weights import (
     ShardScales,
     WeightShard,
     amax_shapes,
-    quantized_shard,
+    compute_shard_amaxes,
+    compute_shard_scales,
+    quantize_shard,
     refresh_shards,
-    shard_amaxes,
     shard_in_fp8,
-    shard_scales,
     split_fields,
     stored_bytes,
 )
@@ -80,12 +80,16 @@ def test_shards_are_the_rows_of_the_whole_weight(
     size = -(-rows // ranks)
     shards = [weight[min(r * size, rows) : min((r + 1) * size, rows)] for r in range(ranks)]
     places = [ShardPlace(rows, ranks, r) for r in range(ranks)]
-    found = shard_amaxes(shards, scaling, places)
+    found = compute_shard_amaxes(shards, scaling, places)
     assert all(
         [tuple(a.shape) for a in each] == amax_shapes(scaling, places[0], columns) for each in found
     )
     amaxes = [torch.stack(each).amax(0) for each in zip(*found, strict=True)]
-    known = ShardScales(scale) if scale is not None else shard_scales(amaxes, scaling, places[0])
+    known = (
+        ShardScales(scale)
+        if scale is not None
+        else compute_shard_scales(amaxes, scaling, places[0])
+    )
     if scale is not None:
         assert torch.equal(amaxes[0], compute_amax(weight))
     seen = torch.zeros(1, 3)
@@ -93,7 +97,7 @@ def test_shards_are_the_rows_of_the_whole_weight(
         record_amax(seen[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())
     take_step_counts(weight.device)
     parts = [
-        quantized_shard(shard, scaling, place, known, seen.clone())
+        quantize_shard(shard, scaling, place, known, seen.clone())
         for shard, place in zip(shards, places, strict=True)
     ]
     assert take_step_counts(weight.device)[1] == (odd == math.inf), (

@@ -1,7 +1,7 @@
 """Weights stored in FP8 on a GPU, by the Triton kernels of kernels/launch.py.
 
-A weight is read once and written where it is stored. The results equal `fp8_weights.store` bit for
-bit. Scales and data are row-major, as in a state dict, and not in the layout of the hardware.
+A kernel reads the weight once and writes into the stored tensors. The results equal
+`fp8_weights.store` bit for bit. Scales and data are row-major, as in a state dict, and not in the layout of the hardware.
 """
 
 from __future__ import annotations
