@@ -464,7 +464,8 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
     observed_coverage = coverage(model)
     if observed_coverage.share < fp8.min_coverage:
         raise NotFP8Error(
-            f"fp8.min_coverage={fp8.min_coverage:g}: {observed_coverage.share:.1%} of {observed_coverage.denominator} ran in FP8"
+            f"fp8.min_coverage={fp8.min_coverage:g}: {observed_coverage.share:.1%} of"
+            f" {observed_coverage.denominator} ran in FP8"
         )
     warn_of_low_coverage(model, observed_coverage)
     return observed_coverage
