@@ -360,8 +360,8 @@ def not_engaged(
         ]
         if outside_gemms:
             lines.append(
-                f"{planned.name} ({', '.join(outside_gemms)}): planned in FP8, ran in high precision,"
-                " outside of the autocast context"
+                f"{planned.name} ({', '.join(outside_gemms)}): planned in FP8, ran in high"
+                " precision, outside of the autocast context"
             )
     return lines + plan_differences(plan, effective)
 

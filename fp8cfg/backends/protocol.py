@@ -110,8 +110,8 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
         is_in_both = field_name in wanted and field_name in built
         if not is_in_both or wanted[field_name] != built[field_name]:
             lines.append(
-                f"{what}.{field_name}: the recipe says {wanted.get(field_name, absent)}, the library"
-                f" has {built.get(field_name, absent)}"
+                f"{what}.{field_name}: the recipe says {wanted.get(field_name, absent)}, the"
+                f" library has {built.get(field_name, absent)}"
             )
     if lines:
         raise BackendError("; ".join(lines))

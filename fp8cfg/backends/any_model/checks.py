@@ -1,7 +1,7 @@
 """Checks that a converted model runs in FP8, at its first backward pass or optimizer step.
 
 A loop may never enter the autocast context, for example if a library such as TRL bypasses the
-`forward` that enters it. The model then trains in high precision, and nothing else shows the mistake.
+`forward` that enters it. The model then trains in high precision, and nothing else shows it.
 
 Only training counts: a gradient reached a layer or a weight before any layer multiplied in FP8.
 Evaluation, skipped layers and disabled autocast contexts are not errors. Compiled passes are

@@ -372,7 +372,7 @@ def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
 
 
 def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
-    """Returns an error for each class in `linear` of a wrong type, without layers, or not linear."""
+    """Returns an error for each class in `linear` of a wrong type, unused, or not linear."""
     lines = []
     for cls in linear:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):

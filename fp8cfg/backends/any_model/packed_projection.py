@@ -1,8 +1,8 @@
 """Packed projection of nn.MultiheadAttention as a linear layer.
 
-The module has one Parameter `in_proj_weight` for query, key and value, and multiplies it itself. The
-conversion adds an nn.Linear child `in_proj` with this Parameter, which is converted like any linear
-layer. `state_dict` and `load_state_dict` keep the original names.
+The module multiplies one Parameter `in_proj_weight` for query, key and value itself. The conversion
+adds an nn.Linear child `in_proj` with this Parameter and converts it like any linear layer.
+`state_dict` and `load_state_dict` keep the original names.
 """
 
 from __future__ import annotations

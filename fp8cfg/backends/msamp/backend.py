@@ -1,8 +1,8 @@
 """MS-AMP backend: MS-AMP's FP8Linear for linear layers, and its LBAdamW or LBAdam for the model.
 
-It has not run with MS-AMP's kernels, which need torch 2.1, MS-AMP's own NCCL and an H100. It ran once
-with the Python of MS-AMP 0.4 over emulated kernels. Tests on CPUs use a stand-in of MS-AMP's public
-API that gave the same losses.
+It has not run with MS-AMP's kernels. They need torch 2.1, MS-AMP's own NCCL and an H100. It ran
+once with the Python of MS-AMP 0.4 over emulated kernels. Tests on CPUs use a stand-in of MS-AMP's
+public API with the same losses.
 
 Differences from the native backend:
 

@@ -1,4 +1,4 @@
-"""Training-loop interface of MS-AMP's LBAdamW and LBAdam: loss scale, clipping, skipped steps, state.
+"""Adapts MS-AMP's LBAdamW and LBAdam to the training loop: loss scale, clipping, skipped steps.
 
     step       unscale gradients -> norm and finite check -> clip -> MS-AMP's step
 
@@ -96,7 +96,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
-        """Updates the parameters. Returns False if gradients are not finite and the step is skipped."""
+        """Updates the parameters. Returns False if gradients are infinite: the step is skipped."""
         if closure is not None:
             raise TypeError("step takes no closure: the loss may be scaled")
         gradients = [p.grad for p in self.names if p.grad is not None]
@@ -128,7 +128,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             p.grad = None
 
     def storing(self, add: bool = False) -> AbstractContextManager[None]:
-        """Returns a context for a backward pass. It does nothing: MS-AMP always stores gradients."""
+        """Returns a context that does nothing, because MS-AMP always stores gradients."""
         return nullcontext()
 
     def write_parameters(self) -> None:
@@ -209,8 +209,8 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state by name, not in torch's layout.
 
-        It has `state_tensors`, `state_json`, the hyperparameters of the groups, and the FP8 state of
-        a job's model.
+        It has `state_tensors`, `state_json`, the hyperparameters of the groups, and the FP8 state
+        of a job's model.
         """
         from fp8cfg.optim.state_dict import fp8_entry
 

@@ -27,8 +27,8 @@ PARTS = (
     "deepspeed",
     "colorlog",
 )
-"""Modules that `import msamp` needs: its own compiled parts, the one of Transformer Engine before 1.9,
-and two packages."""
+"""Modules that `import msamp` needs: its compiled parts, the compiled part of Transformer Engine
+before 1.9, and two packages."""
 H100 = (9, 0)
 SCALINGS = ("delayed",)
 _FIXED_VALUES: dict[str, tuple[object, str]] = {

@@ -1,8 +1,8 @@
 """Transformer Engine backend: genuine TE modules around the model's Parameters.
 
 This backend has not run on a GPU. Tests on CPUs run Transformer Engine's own Python (recipes,
-modules, quantizers, autocast, state) over a stand-in for its kernels. Other tests run all of it on a
-fake GPU whose kernels compute nothing (tools/fake_gpu). tests/gpu/test_te.py needs a GPU.
+modules, quantizers, autocast, state) over a stand-in for its kernels. Other tests run all of it on
+a fake GPU with kernels that compute nothing (tools/fake_gpu). tests/gpu/test_te.py needs a GPU.
 
 Differences from the native backend:
 

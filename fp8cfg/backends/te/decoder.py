@@ -40,7 +40,7 @@ the rest, but this backend does not use them.
 
 
 class TEDecoderLayer(nn.Module):
-    """Transformer layer computed by te.TransformerLayer: x [batch, tokens, hidden] to the same shape.
+    """Transformer layer computed by te.TransformerLayer, from x [batch, tokens, hidden] to the same.
 
     It takes over the children of the replaced layer with their Parameters. These are `TELinear`,
     `TENorm` and `TEMLP`, but their forward methods are not called.

@@ -5,8 +5,8 @@ itself is outside of the tree, in an `Engine`. It borrows the Parameters of the 
 
     TELinear.forward -> Engine -> te.Linear, te.LayerNormLinear or te.LayerNormMLP
 
-So the names of Parameters do not change, tied Parameters stay tied, and Transformer Engine's pickled
-extra state does not appear in a state dict.
+So the names of Parameters do not change, tied Parameters stay tied, and Transformer Engine's
+pickled extra state does not appear in a state dict.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TELinear(StoredWeight):
         bias: [out_features], or None.
         gemm_kinds: Operand formats of the GEMMs that ran, by name. None means not yet.
         obstacle: Why te.TransformerLayer does not compute the decoder layer of this layer, or "".
-        skip: float32 [1] on the device of the weight. If it is 1, the next `set_weight` does nothing.
+        skip: float32 [1] on the device of the weight. 1 makes the next `set_weight` do nothing.
         range_used: float32 [3], the largest amaxes of input, weight and grad_output in the last
             step, relative to the range of their delayed scales.
     """
@@ -65,7 +65,7 @@ class TELinear(StoredWeight):
     range_used: Tensor | None = None
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Takes the Parameters of `linear`. An `Engine` must be created for the layer before use."""
+        """Takes the Parameters of `linear`. An `Engine` must be created before use."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -119,7 +119,7 @@ class TELinear(StoredWeight):
             weight._transpose_invalid = True
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [out_features, in_features] in `dtype`, dequantized if it is in FP8."""
+        """Returns the weight [out_features, in_features] in `dtype`, dequantized from FP8."""
         if self.fp8_params:
             return self.weight.dequantize(dtype=dtype)  # type: ignore[call-arg]
         return self.weight.to(dtype)
@@ -238,8 +238,8 @@ class TELinear(StoredWeight):
 class TENorm(nn.Module):
     """Norm computed by Transformer Engine: x [..., features], and the output has the dtype of x.
 
-    A norm that is fused with the next GEMM has no module. It returns its input, and the fused module
-    reads its weight.
+    A norm that is fused with the next GEMM has no module. It returns its input, and the fused
+    module reads its weight.
 
     Args:
         plain: The replaced norm.
@@ -319,15 +319,15 @@ class TEMLP(nn.Module):
 
 
 Parameters = Mapping[str, tuple[nn.Module, str]]
-"""Maps a Parameter name of a Transformer Engine module to the layer of the model with the Parameter,
-and to its name there. For example fc1_weight -> (mlp.linear_fc1, "weight")."""
+"""Maps a Parameter name of a Transformer Engine module to a layer of the model and an attribute.
+For example fc1_weight -> (mlp.linear_fc1, "weight")."""
 
 
 class Engine:
     """A Transformer Engine module that computes with the Parameters of the model's layers.
 
-    Before each pass the module gets the decoded weights, and after it the stored ones. Forward hooks
-    do this, so it also works inside te.TransformerLayer.
+    Before each pass the module gets the decoded weights, and after it the stored ones. Forward
+    hooks do this, so it also works inside te.TransformerLayer.
 
     Attributes:
         module: A Transformer Engine module of any class.
@@ -362,7 +362,7 @@ class Engine:
         """Gives the module the current Parameters of the layers.
 
         Args:
-            decoded: Whether weights are decoded for a GEMM. Otherwise the module gets them as stored.
+            decoded: Whether weights are decoded for a GEMM, instead of passed as stored.
         """
         for name, (layer, attribute) in self.parameters.items():
             parameter: Tensor | None = layer._parameters[attribute]
@@ -373,7 +373,7 @@ class Engine:
                 self.module._parameters[name] = parameter
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Runs the module: x [..., in_features] of the first layer to [..., out] of the last one."""
+        """Runs the module: x [..., in_features] of the first layer to [..., out_features]."""
         return _without_bias(self.module(x))
 
     def _before_forward(

@@ -204,8 +204,8 @@ def _flag(value: bool) -> str:
 # Linear layers.
 
 MINIMUM = (2, 8)
-"""Lowest supported version. It has NVFP4, and all fields of current and block scaling that recipe.py
-reads back."""
+"""Lowest supported version. It has NVFP4, and all fields of current and block scaling in
+recipe.py."""
 FP8_CAPABILITY, ADA_CUDA, ADA_CUBLASLT = (8, 9), (12, 1), (12, 1, 3)
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine state as plain tensors with native's names, instead of its pickled extra state.
+"""Transformer Engine state as plain tensors with native's names, instead of a pickled extra state.
 
 A linear layer under delayed scaling has two tensors, which the native backend reads too. Their
 columns are input, weight and grad_output.
@@ -7,8 +7,8 @@ columns are input, weight and grad_output.
     fp8_amax_history     float32 [length, 3]
 
 A quantized weight has its codes in `weight`, and its scales in tensors named `fp8_weight...`. Some
-classes of Transformer Engine keep a second, columnwise copy of the weight for dgrad. It is saved too,
-because block scales depend on the direction.
+classes of Transformer Engine keep a second, columnwise copy of the weight for dgrad. It is saved
+too, because block scales depend on the direction.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIELDS = {
         }
     ),
 }
-"""For each class of quantized tensors: our names of its tensors, and the attributes that have them."""
+"""For each class of quantized tensors: our names of its tensors, and its attributes."""
 
 _E2M1_VALUES = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
@@ -134,7 +134,8 @@ def codes_of(tensor: Any) -> Tensor | None:
 def quantized_tensors(weight: Any) -> dict[str, Tensor]:
     """Returns the codes and scales of a quantized weight, by our names, without copies.
 
-    `weight` [out, in] has the dtype float8_e4m3fn. NVFP4 has two codes per byte: uint8 [out, in / 2].
+    `weight` [out, in] has the dtype float8_e4m3fn. NVFP4 has two codes per byte: uint8
+    [out, in / 2].
     """
     tensors = {}
     for name, field in _FIELDS[_quantized_class(weight)].items():
@@ -246,7 +247,8 @@ def refuse_averages(layer: nn.Module) -> None:
     """Makes arithmetic with the quantized weight of `layer` raise RuntimeError.
 
     A moving average in 8 bits would stop moving, because small changes round back. `copy_` from a
-    high-precision tensor raises too. `quantize_`, `dequantize` and copies of quantized tensors work.
+    high-precision tensor raises too. `quantize_`, `dequantize` and copies of quantized tensors
+    work.
     """
     _LAYERS_WITH_WEIGHTS.add(layer)
     cls: Any = type(layer._parameters["weight"])

@@ -194,8 +194,8 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
 class WatchedLinear(nn.Linear):
     """First base class of a converted layer, before a layer of torchao.
 
-    It runs in FP8 inside of its region, otherwise as nn.Linear. The input is [..., in_features], the
-    output [..., out_features].
+    It runs in FP8 inside of its region, otherwise as nn.Linear. The input is [..., in_features],
+    the output [..., out_features].
 
     Attributes:
         region: The autocast region.

@@ -1,4 +1,4 @@
-"""Rules of torchao 0.18: Float8Linear for current scaling, and the prototype MXFP8Linear for MXFP8."""
+"""Rules of torchao 0.18: Float8Linear for current scaling, prototype MXFP8Linear for MXFP8."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def _fp8_weight_violation(precision: Precision) -> Violation:
         advice = "storage.weight=fp16_scaled"
     return Violation(
         setting,
-        f"torchao does not multiply weights that are stored in FP8; set backend=native, or {advice}",
+        f"torchao does not multiply weights that are stored in FP8; set backend=native, or"
+        f" {advice}",
         fixes,
         ["backend"],
     )
