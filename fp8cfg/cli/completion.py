@@ -30,7 +30,7 @@ _fp8cfg() {
     read -ra words <<< "$line"
     [[ $line == *[[:space:]] ]] && words+=("")
     local current=${words[${#words[@]}-1]} keep=""
-    # What stands before the last = or : is there already, and is not to be given again.
+    # The line has the text before the last = or : already, so do not repeat it.
     [[ $COMP_WORDBREAKS == *=* && $current == *=* ]] && keep=${current%"${current##*=}"}
     [[ $COMP_WORDBREAKS == *:* && $current == *:* ]] && keep=${current%"${current##*:}"}
     COMPREPLY=()

@@ -121,7 +121,9 @@ def run(argv: list[str]) -> int:
     if forms == ["--json"]:  # JSON has no comments
         _say("note", remarks)
     elif remarks or translation.unknown:
-        headline = f"Imported from {title}. What has no counterpart here, or is read otherwise:"
+        headline = (
+            f"Imported from {title}. Settings without an equivalent here, or with another meaning:"
+        )
         text = comments([headline, *remarks, *translation.unknown]) + text
     return print_or_write(text, output)
 

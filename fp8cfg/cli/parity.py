@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int:
     tolerance = _tolerance(arguments)
     folders = arguments.options.get("--against", [])
     if folders and seeds is not None:
-        raise ConfigError("--seeds: with --against, the seeds are those of its runs; drop --seeds")
+        raise ConfigError("--seeds: with --against, its runs set the seeds; drop --seeds")
     if launch_run.is_launched():
         raise ConfigError("parity: starts the ranks of its runs itself; start it without torchrun")
     output = arguments.one("--output")

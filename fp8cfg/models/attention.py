@@ -274,8 +274,8 @@ def rotary_tables(
     Args:
         config: The model's shapes.
         positions: Positions of the tokens, integers [T] or [B, T].
-        local: Whether the tables are for layers with a sliding window. In some families these have a
-            base of their own, without scaling (Gemma 3).
+        local: Whether the tables are for layers with a sliding window. In Gemma 3 these have a separate
+            base without scaling.
 
     Returns:
         Cosines and sines, each float32 [..., rotary_size / 2].

@@ -328,7 +328,7 @@ class Projection(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Its full names: that of the layer, and that with its own name in place of the layer's."""
+        """Full names: the layer's, and one that ends in `name`, such as layers.0.self_attention.q_proj."""
         parent, _, _ = self.module.rpartition(".")
         return self.module, f"{parent}.{self.name}".lstrip(".")
 

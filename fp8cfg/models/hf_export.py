@@ -1,9 +1,9 @@
 """Hugging Face export: writes a Transformer's weights as sharded safetensors.
 
-Weights are BF16, FP16 or FP32, or linear weights are FP8 with scales. FP8 has the layout of DeepSeek-V3 and
-of transformers' `fp8`: next to each float8_e4m3fn `weight` a float32 `weight_scale_inv` that multiplies
-it, per 128x128 block or per tensor. Block scales are powers of two. So weights that were trained in FP8
-with such scales are exported without rounding, although the rows of the two layouts differ.
+Weights are BF16, FP16 or FP32. Linear weights can be FP8 with scales instead. FP8 has the layout of
+DeepSeek-V3 and of transformers' `fp8`: each float8_e4m3fn `weight` has a float32 `weight_scale_inv`, one
+factor per 128x128 block or per tensor. Block scales are powers of two. So FP8 weights with such scales
+are exported without rounding, although the rows of the two layouts differ.
 """
 
 from __future__ import annotations

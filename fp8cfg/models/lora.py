@@ -177,7 +177,7 @@ class LowRank(nn.Module):
         return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
 
     def delta(self) -> Tensor:
-        """Returns what the adapter adds to the weight, float32 [out, in]."""
+        """Returns the change of the weight, float32 [out, in]."""
         product = self.lora_B.detach().float() @ self.lora_A.detach().float()
         return product.mul_(self.scaling)
 
@@ -193,8 +193,8 @@ class Adapter(nn.ModuleDict):
 
     Attributes:
         projections: Output channels of each projection of the layer. Some may have no adapter.
-        groups: Key-value groups of linear_qkv, in which rows of queries, keys and values alternate. 1 for
-            layers whose projections have adjacent rows.
+        groups: Key-value groups of linear_qkv. Its rows alternate between queries, keys and values of a
+            group. 1 for other layers.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Adapter(nn.ModuleDict):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes what the adapters add to the layer's output, [..., in] to [..., out]."""
+        """Computes the change of the layer's output, [..., in] to [..., out]."""
         # Cast once, because each LowRank saves its input.
         x = x.to(next(self.parameters()).dtype)
         if len(self.projections) == 1:

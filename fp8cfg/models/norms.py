@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean(x)) / std(x) * gamma + bias. gamma is that of RMSNorm."""
+    """(x - mean(x)) / std(x) * gamma + bias. For gamma see RMSNorm."""
 
     kind = "LayerNorm"
 

@@ -4,17 +4,17 @@ This is Megatron's recompute_granularity=selective (arXiv 2205.05198, section 5)
 core_attn and layernorm, and for the activation function, which Megatron recomputes in experts only
 (moe_act). These parts are cheap, and their outputs take much memory.
 
-Such an output would be saved twice: by its own operation and as the input of the next layer.
-`recompute_in_backward` handles the first. `discard_output` handles the second: the next layer saves a
-note instead, and its backward pass computes the output again, once for both (Megatron's
+Autograd would save such an output twice: for its operation and as the input of the next layer.
+`recompute_in_backward` prevents the first. `discard_output` prevents the second: the next layer saves a
+placeholder, and its backward pass computes the output again, once for both (Megatron's
 CheckpointWithoutOutput). GEMMs are never repeated. FP8 layers quantize a recomputed input with the same
 scale and record its amax once. All values are those of a run without recomputation.
 
 Norms and activation functions use `recompute_in_backward` without recompute_granularity too, as fused
 kernels do. Only `discard_output` is specific to "selective".
 
-In compiled code a layer is a checkpoint of torch instead, which saves the outputs of GEMMs (selective
-activation checkpointing). The compiler decides what it recomputes.
+In compiled code a layer is a checkpoint of torch, with the outputs of GEMMs saved (selective activation
+checkpointing). The compiler decides about the rest.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def discard_output(
 ) -> AbstractContextManager[Any]:
     """Returns a context in which operations do not save `output` for the backward pass.
 
-    They save a note, which recomputes `output`. Other tensors are saved as usual. The context does
-    nothing for a tensor that `recompute_in_backward` did not return.
+    They save a placeholder to recompute it. Other tensors are saved as usual. If `output` is not from
+    `recompute_in_backward`, the context does nothing.
 
     Args:
         output: An output of `recompute_in_backward`.
@@ -154,7 +154,7 @@ _NODE: Any = _Recompute._backward_cls  # the class of `grad_fn` of its outputs
 
 
 def _recompute_output(node: Any) -> Tensor:
-    """Returns the output of a `_Recompute` node, with a graph of its own.
+    """Returns the output of a `_Recompute` node, with a new graph.
 
     The node caches it until its backward pass, so the function runs once.
     """

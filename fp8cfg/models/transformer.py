@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         documents: Tensor | None,
         layers: Sequence[tuple[int, nn.Module]],
     ) -> Tensor:
-        """Runs layers, all of them or those of a pipeline stage.
+        """Runs the layers of the model or of a pipeline stage.
 
         Args:
             x: The residual stream, [B, T, D].
@@ -317,7 +317,7 @@ class TransformerLayer(nn.Module):
         packed: bool = False,
         recompute: str = "none",
     ) -> None:
-        """Builds layer number `layer`, from 0. The other arguments are those of Transformer."""
+        """Builds layer number `layer`, from 0. For the other arguments see Transformer."""
         super().__init__()
         self.config = config
         self.placement = config.layernorm_placement

@@ -140,7 +140,7 @@ def draw_normal(
         std: Standard deviation.
         seed: Seed of the model.
         name: Name of the weight.
-        columns: Columns of the full weight. Default those of `out`.
+        columns: Columns of the full weight. Defaults to the columns of `out`.
         offset: First row and column of the part in the full weight.
         device: Device that draws the numbers, in float32. A GPU draws other numbers than a CPU.
     """

@@ -253,7 +253,7 @@ class Explanation:
     schema: Mapping[str, Any]
     """JSON Schema of the key: type, bounds or choices, default. Empty for a node."""
     effect: str
-    """What the key does under the recipe, or why it does nothing, in one line. Empty for a node."""
+    """Effect of the key under the recipe, in one line. Empty for a node."""
     layers: Sequence[Layer]
     """What set the key, in order; the last is its value. Empty for a node."""
 
@@ -449,7 +449,7 @@ def source_text(layer: Layer, key: str) -> str:
         key: Full name of the key.
 
     Returns:
-        Text such as "command line: fp8.margin=1" or a file with a line number.
+        Text such as "command line: fp8.margin=1" or "recipe.yaml:3".
     """
     location = layer.location
     if layer.source is Source.CONFLICT:

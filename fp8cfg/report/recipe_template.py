@@ -115,6 +115,6 @@ def _heading(section: str) -> str:
     if not section:
         return "The run"
     if section == "precision":
-        return "precision: what the preset sets besides fp8 and storage"
+        return "precision: other keys of the preset, besides fp8 and storage"
     description = " ".join((fields()[full(section)].description or "").split())
     return f"{section}: {_SENTENCE_END.split(description)[0].removesuffix('.')}"

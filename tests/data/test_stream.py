@@ -161,7 +161,7 @@ def test_rows_after_the_cursor_may_be_mended_and_those_before_not(tmp_path: Path
     ):
         with pytest.raises(
             DataError,
-            match=r"cannot resume: row 2 of .*000.jsonl is not the one that the checkpoint stands in",
+            match=r"cannot resume: row 2 of .*000.jsonl has changed since the checkpoint",
         ):
             StreamBatches(stream(write(tmp_path / "s", changed)), 1, 2).resume(state)
     for wrong, says in (
