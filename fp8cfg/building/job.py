@@ -16,8 +16,7 @@ from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.models.config import parameter_shapes
-from fp8cfg.parallel.mesh import coordinates
-from fp8cfg.planning import communication, layout
+from fp8cfg.planning import layout
 from fp8cfg.planning.coverage import (
     Coverage,
     coverage_of_layers,
@@ -466,6 +465,10 @@ class Job:
 
     def pass_traffic(self, num_samples: int, world: World) -> list[Sent]:
         """Returns what this rank sends in a forward and backward pass of `num_samples` sequences."""
+        # `lower` imports this module but needs neither of them.
+        from fp8cfg.parallel.mesh import coordinates
+        from fp8cfg.planning import communication
+
         if num_samples not in self._traffic:
             # Cached: it takes milliseconds for a model with many layers.
             strategy = self.recipe.trainer.strategy
