@@ -3,8 +3,8 @@
     from fp8cfg.recipes import llama_8b
     recipe = llama_8b()
 
-Each module of this folder is a model family. This package has all of their recipe functions by name. To
-add a family, write its module and import it below.
+Each module of this folder is a model family. This package has all of their recipe functions by
+name. To add a family, write its module and import it below.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
 """Recipe with shape and weights of a Hugging Face checkpoint.
 
-Use `recipe=from_hf model.path=FOLDER`, or `of_folder(FOLDER)` in Python. Training defaults are NeMo's for
-full fine-tuning: learning rate 5e-6 with 50 warmup steps, 128 samples per step, 1000 steps.
+Use `recipe=from_hf model.path=FOLDER`, or `of_folder(FOLDER)` in Python. Training defaults are
+NeMo's for full fine-tuning: learning rate 5e-6 with 50 warmup steps, 128 samples per step, 1000
+steps.
 """
 
 from __future__ import annotations

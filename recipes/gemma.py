@@ -1,12 +1,12 @@
-"""Gemma 2 and 3 (text only) with published shapes and NeMo's pre-training defaults, and tiny versions.
+"""Gemma 2 and 3 (text only) with published shapes and NeMo's training defaults, and tiny versions.
 
-Both have GeGLU, scaled and tied embeddings, norms before and after attention and MLP with zero-centered
-weights, and layers with sliding windows. Gemma 2 has soft caps for attention scores and logits. Gemma 3 has
-norms of queries and keys instead, five windowed layers per full layer, and a separate rotary base for the
-windowed ones.
+Both have GeGLU, scaled and tied embeddings, norms before and after attention and MLP with
+zero-centered weights, and layers with sliding windows. Gemma 2 has soft caps for attention scores
+and logits. Gemma 3 has norms of queries and keys instead, five windowed layers per full layer, and
+a separate rotary base for the windowed ones.
 
-NeMo's only recipe for Gemma 3 is 1B. Larger sizes use layouts and batches of Gemma 2. The vision tower of
-Gemma 3 is not included.
+NeMo's only recipe for Gemma 3 is 1B. Larger sizes use layouts and batches of Gemma 2. The vision
+tower of Gemma 3 is not included.
 """
 
 from __future__ import annotations

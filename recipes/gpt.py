@@ -1,11 +1,11 @@
 """GPT-3 with the shapes of its paper (arXiv 2005.14165, table 2.1), and a tiny version.
 
-GPT-3 has learned positions, LayerNorm, GELU and biases in all linear layers. As in NeMo, the 50257 tokens
-of GPT-2 are padded to 50304, and LayerNorm weights are zero-centered.
+GPT-3 has learned positions, LayerNorm, GELU and biases in all linear layers. As in NeMo, the 50257
+tokens of GPT-2 are padded to 50304, and LayerNorm weights are zero-centered.
 
-In the paper, the widths of 1.3B and 13B are not multiples of their heads. So gpt3_1p3b has 16 heads, and
-gpt3_13b a width of 5120. NeMo's only recipe is 175B, on 64 nodes. Other sizes have the paper's learning
-rates and batches. Their layouts are ours.
+In the paper, the widths of 1.3B and 13B are not multiples of their heads. So gpt3_1p3b has 16
+heads, and gpt3_13b a width of 5120. NeMo's only recipe is 175B, on 64 nodes. Other sizes have the
+paper's learning rates and batches. Their layouts are ours.
 """
 
 from __future__ import annotations

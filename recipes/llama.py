@@ -1,8 +1,8 @@
-"""Llama 2, 3, 3.1 and 3.2 with published shapes and NeMo's pre-training defaults, and a tiny version.
+"""Llama 2, 3, 3.1 and 3.2 with published shapes and NeMo's training defaults, and a tiny version.
 
-Shapes are from the published `config.json`. Training defaults and parallel layouts are from NeMo 2.0,
-`llm/recipes/llama*.py`, all in BF16. NeMo has no recipe for llama2_13b and llama2_70b, so they have the
-layouts of llama2_7b and llama3_70b.
+Shapes are from the published `config.json`. Training defaults and parallel layouts are from NeMo
+2.0, `llm/recipes/llama*.py`, all in BF16. NeMo has no recipe for llama2_13b and llama2_70b, so they
+have the layouts of llama2_7b and llama3_70b.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mistral 7B (0.1 and 0.3) and Mistral NeMo 12B with published shapes, and a tiny version.
 
-Version 0.1 has a sliding window of 4096 in all layers. Version 0.3 has no window, a larger vocabulary and a
-larger rotary base. Training defaults are NeMo's. Its only recipe is 7B 0.1, with 4096 tokens per sample.
-mistral_nemo_12b has the layout of llama2_7b.
+Version 0.1 has a sliding window of 4096 in all layers. Version 0.3 has no window, a larger
+vocabulary and a larger rotary base. Training defaults are NeMo's. Its only recipe is 7B 0.1, with
+4096 tokens per sample. mistral_nemo_12b has the layout of llama2_7b.
 """
 
 from __future__ import annotations

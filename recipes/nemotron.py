@@ -1,7 +1,7 @@
 """Nemotron 3 and 4 with published shapes and NeMo's pre-training defaults, and a tiny version.
 
-They have squared ReLU without a gate, LayerNorm with zero-centered weights (LayerNorm1p), rotary positions
-in half of the channels of a head, and biases in norms only.
+They have squared ReLU without a gate, LayerNorm with zero-centered weights (LayerNorm1p), rotary
+positions in half of the channels of a head, and biases in norms only.
 """
 
 from __future__ import annotations

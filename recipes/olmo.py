@@ -1,8 +1,8 @@
 """OLMo 2 with published shapes, and a tiny version.
 
-Its norms come after attention and MLP. One norm covers all queries, and another one all keys. Shapes are
-from the published `config.json`. NeMo has no recipe for OLMo 2. Training defaults and layouts follow
-llama2_7b and larger models.
+Its norms come after attention and MLP. One norm covers all queries, and another one all keys.
+Shapes are from the published `config.json`. NeMo has no recipe for OLMo 2. Training defaults and
+layouts follow llama2_7b and larger models.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fp8cfg.schema.recipe_registry import RecipeFunction, recipe
 from fp8cfg.schema.training import Checkpoint, Log, Optim, Strategy, Trainer
 
 Shape = tuple[int, int, int, int, int, float]
-"""Layers, hidden size, FFN size, attention heads, query groups, and standard deviation of initial weights."""
+"""Layers, hidden size, FFN size, attention heads, query groups, and std of initial weights."""
 SHORT = {"batch": (32, 2), "optim": Optim(min_lr=3e-5, warmup_steps=500), "every": 500}
 """NeMo's defaults for Qwen, Gemma 2 and Nemotron, whose recipes have flat arguments in NeMo."""
 
@@ -27,8 +27,8 @@ def size(
     Args:
         name: Name of the recipe.
         base_model: Model node of the family. The shape replaces its sizes.
-        shape: Layers, hidden size, FFN size, attention heads, query groups, and standard deviation of
-            initial weights.
+        shape: Layers, hidden size, FFN size, attention heads, query groups, and standard deviation
+            of initial weights.
         description: Docstring of the recipe.
         **settings: Other arguments of `_pretraining_recipe`.
     """
@@ -119,8 +119,8 @@ def _pretraining_recipe(
         vp: Virtual pipeline parallel size.
         cp: Context parallel size.
         sp: Whether to use sequence parallelism.
-        recompute: Recomputation granularity. "selective" for models that otherwise exceed the 80 GB of
-            an H100 on these nodes, in BF16 or FP8.
+        recompute: Recomputation granularity. "selective" for models that otherwise exceed the 80 GB
+            of an H100 on these nodes, in BF16 or FP8.
     """
     layers, hidden, ffn, heads, groups, std = shape
     model = base_model.model_copy(

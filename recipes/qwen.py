@@ -1,9 +1,9 @@
-"""Qwen 2, 2.5 and 3 (dense) with published shapes and NeMo's pre-training defaults, and tiny versions.
+"""Qwen 2, 2.5 and 3 (dense) with published shapes and NeMo's training defaults, and tiny versions.
 
-Qwen 2 and 2.5 have biases of queries, keys and values. Qwen 3 has norms of each head's queries and keys
-instead, and 128 channels per head for any hidden size. Embeddings of small sizes are tied, as in their
-checkpoints. NeMo's qwen2_500m and qwen2_1p5b untie them. NeMo has no qwen25_3b, so it has the layout of
-qwen25_1p5b.
+Qwen 2 and 2.5 have biases of queries, keys and values. Qwen 3 has norms of each head's queries and
+keys instead, and 128 channels per head for any hidden size. Embeddings of small sizes are tied, as
+in their checkpoints. NeMo's qwen2_500m and qwen2_1p5b untie them. NeMo has no qwen25_3b, so it has
+the layout of qwen25_1p5b.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.seq_length
 
     def draw(self, cursor: np.ndarray, seed: int) -> np.ndarray:
-        """See SampleSource. A place is the first token of a window. It may exceed n, since tokens wrap."""
+        """See SampleSource. A place is the first token of a window, modulo the number of tokens."""
         starts = np.empty(len(cursor), dtype=np.int64)
         for epoch, in_epoch, index in epochs(cursor, len(self)):
             order = permute(index, len(self), seed, epoch)

@@ -315,8 +315,8 @@ class Stream:
             # The first text after a resume must be the row of the checkpoint, with equal text.
             if start.digest and cursor._replace(token=start.token) != start:
                 raise DataError(
-                    f"cannot resume: row {start.row} of {self.shards.paths[start.shard]} has changed"
-                    " since the checkpoint; restore the rows up to it, only later ones may change"
+                    f"cannot resume: row {start.row} of {self.shards.paths[start.shard]} has"
+                    " changed since the checkpoint; restore the rows up to it, only later ones may change"
                 )
             yield cursor._replace(token=start.token), tokens[start.token :]
             start = Cursor()

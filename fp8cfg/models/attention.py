@@ -1,10 +1,10 @@
 """Causal self-attention with grouped queries.
 
-Options of a model family: rotary positions, norms of queries and keys, sliding windows, a soft cap of
-scores.
+Options of a model family: rotary positions, norms of queries and keys, sliding windows, a soft cap
+of scores.
 
-Shape letters: B batch, T tokens (of the queries), S tokens of the keys, D hidden_size, H query heads,
-G key-value heads.
+Shape letters: B batch, T tokens (of the queries), S tokens of the keys, D hidden_size, H query
+heads, G key-value heads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fp8cfg.models.recompute import recompute_in_backward
 class SelfAttention(nn.Module):
     """Causal grouped-query attention of one layer, x [B, T, D] to [B, T, D].
 
-    The rows of `linear_qkv` have Megatron's order: group by group, and in each group first its query
-    heads, then its key head, then its value head.
+    The rows of `linear_qkv` have Megatron's order: group by group, and in each group first its
+    query heads, then its key head, then its value head.
     """
 
     def __init__(self, config: TransformerConfig, layer: int = 0, selective: bool = False) -> None:
@@ -120,9 +120,9 @@ class SelfAttention(nn.Module):
 class CoreAttention(nn.Module):
     """Causal attention without its linear layers: softmax(q kᵀ x scale) v.
 
-    Most calls run torch's fused attention with its causal flag. A window, a soft cap or a mask needs
-    an explicit mask. A soft cap also needs explicit scores, because torch's fused attention has none
-    (Gemma 2, arXiv 2408.00118).
+    Most calls run torch's fused attention with its causal flag. A window, a soft cap or a mask
+    needs an explicit mask. A soft cap also needs explicit scores, because torch's fused attention
+    has none (Gemma 2, arXiv 2408.00118).
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class CoreAttention(nn.Module):
         Args:
             scale: Factor of the scores. None is 1 / √head_dim.
             window: Tokens that a token sees, including itself. None for all before it.
-            softcap: Bounds scores to softcap x tanh(scores / softcap), in float32. None for no bound.
+            softcap: Bounds scores to softcap x tanh(scores / softcap), in float32. None for no
+                bound.
             selective: Whether the backward pass recomputes attention with an explicit mask. Flash
                 attention needs no recomputation: it keeps no matrix of scores.
         """
@@ -154,8 +155,8 @@ class CoreAttention(nn.Module):
             q: Queries, [B, H, T, head_dim].
             k: Keys, [B, G, S, head_dim].
             v: Values, [B, G, S, head_dim].
-            mask: Mask to add to the scores, [..., T, S], from `additive_mask`. A model makes it once
-                for all layers. None makes one here if attention needs one.
+            mask: Mask to add to the scores, [..., T, S], from `additive_mask`. A model makes it
+                once for all layers. None makes one here if attention needs one.
 
         Returns:
             [B, H, T, head_dim].
@@ -232,8 +233,8 @@ def causal_mask(
 ) -> Tensor:
     """Returns the mask of hidden tokens, bool [num_queries, num_keys].
 
-    A token (row) does not see later tokens. With a window it does not see tokens that are `window` or
-    more before it either. The queries are the last of the keys.
+    A token (row) does not see later tokens. With a window it does not see tokens that are `window`
+    or more before it either. The queries are the last of the keys.
     """
     everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     offset = num_keys - num_queries
@@ -267,15 +268,15 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines of the rotary angles.
 
-    Each forward pass computes the tables. They are small, and all layers share them. They are no
-    buffers: `model.to(torch.bfloat16)` would round a buffer, `to_empty` would leave garbage in it, and
-    checkpoints would have it.
+    Each forward pass computes the tables. They are small, and all layers share them. They are not
+    buffers, because `model.to(torch.bfloat16)` would round a buffer, `to_empty` would leave garbage
+    in it, and checkpoints would have it.
 
     Args:
         config: The model's shapes.
         positions: Positions of the tokens, integers [T] or [B, T].
-        local: Whether the tables are for layers with a sliding window. In Gemma 3 these have a separate
-            base without scaling.
+        local: Whether the tables are for layers with a sliding window. In Gemma 3 these have a
+            separate base without scaling.
 
     Returns:
         Cosines and sines, each float32 [..., rotary_size / 2].
@@ -319,8 +320,8 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates heads by their positions, in float32.
 
-    Channel i pairs with channel i + rotary_size / 2 ("rotate half", as Hugging Face and Megatron store
-    Llama's weights). Meta's own checkpoints pair it with channel i + 1.
+    Channel i pairs with channel i + rotary_size / 2 ("rotate half", as Hugging Face and Megatron
+    store Llama's weights). Meta's own checkpoints pair it with channel i + 1.
 
     Args:
         x: Queries or keys, [B, T, heads, head_dim].

@@ -1,4 +1,6 @@
-"""Transformer configuration: layer count, widths, heads, norms and positions under Megatron's names, without torch.
+"""Transformer configuration under Megatron's names: layers, widths, heads, norms and positions.
+
+This module loads no torch.
 
 The defaults are Llama's. The keys of the same names in fp8cfg/schema/model.py document the fields.
 """
@@ -14,8 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 GATED = ("swiglu", "geglu")
-"""Activations with a gate. The first half of the rows of linear_fc1 is the gate, the second half the up
-projection."""
+"""Activations with a gate. linear_fc1 has the rows of the gate first, then the up projection."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class RopeScaling:
 class TransformerConfig:
     """Shapes of a decoder-only Transformer.
 
-    By default with RMSNorm, rotary positions, grouped-query attention and SwiGLU, without biases. Raises
-    ValueError if the numbers do not fit together.
+    By default with RMSNorm, rotary positions, grouped-query attention and SwiGLU, without biases.
+    Raises ValueError if the numbers do not fit together.
     """
 
     num_layers: int
@@ -58,7 +59,7 @@ class TransformerConfig:
     vocab_size: int
     """Rows of the embedding, padding included."""
     seq_length: int
-    """Tokens in a training sequence. Plans and memory estimates read it. The model accepts any length."""
+    """Tokens in a training sequence, for plans and memory estimates. The model accepts any length."""
     rotary_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     layernorm_epsilon: float = 1e-5
@@ -126,7 +127,7 @@ class TransformerConfig:
 
     @property
     def fc1_size(self) -> int:
-        """Channels of the output of `linear_fc1`: twice the MLP's width if the activation has a gate."""
+        """Output channels of `linear_fc1`: twice the MLP's width if the activation has a gate."""
         if self.activation in GATED:
             return 2 * self.ffn_hidden_size
         return self.ffn_hidden_size
@@ -197,7 +198,7 @@ def stage_layers(num_layers: int, num_ranks: int, num_chunks: int) -> list[list[
 
 
 class LinearShape(NamedTuple):
-    """One linear layer: its module name, and the sizes of its weight [out_features, in_features]."""
+    """One linear layer: name and sizes of its weight, [out_features, in_features]."""
 
     name: str
     in_features: int
@@ -227,7 +228,7 @@ def norm_names(config: TransformerConfig) -> list[str]:
 
 @functools.lru_cache(maxsize=4)  # a search for a layout that fits asks some hundred times
 def parameter_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shape of each parameter by name. A tied weight appears as `embedding.weight` only."""
+    """Returns the shape of each parameter by name. A tied weight is only in `embedding.weight`."""
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (config.vocab_size, config.hidden_size)
     }
@@ -328,7 +329,7 @@ class Projection(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Full names: the layer's, and one that ends in `name`, such as layers.0.self_attention.q_proj."""
+        """Full names: the layer's, and one with `name`, such as layers.0.self_attention.q_proj."""
         parent, _, _ = self.module.rpartition(".")
         return self.module, f"{parent}.{self.name}".lstrip(".")
 

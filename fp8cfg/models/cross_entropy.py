@@ -1,21 +1,22 @@
 """Cross entropy in chunks of tokens, so that float32 logits of a whole batch never exist.
 
-Logits of 8192 tokens and 128256 entries take 2 GiB in bfloat16. In float32, logits, log-probabilities and
-gradients of all tokens at once take 11.7 GiB. Here the forward pass saves the logits in their own dtype
-and two float32 numbers per token:
+Logits of 8192 tokens and 128256 entries take 2 GiB in bfloat16. In float32, logits,
+log-probabilities and gradients of all tokens at once take 11.7 GiB. Here the forward pass saves the
+logits in their own dtype and two float32 numbers per token:
 
     largest   the largest logit
     log_sum   log(sum(exp(logits - largest)))
 
-The backward pass computes log-probabilities and float32 gradients for one chunk at a time and stores the
-gradient in the dtype of the logits. Loss and gradient have the bits of torch's formula. Over a split
-vocabulary they differ by a few units in the last place.
+The backward pass computes log-probabilities and float32 gradients for one chunk at a time and
+stores the gradient in the dtype of the logits. Loss and gradient have the bits of torch's formula.
+Over a split vocabulary they differ by a few units in the last place.
 
-The function starts at the logits, not at the hidden states. The GEMM of the output layer can then run in
-any way: in FP8, with adapters, by Transformer Engine, over a part of the vocabulary. Its records and its
-weight gradient stay the same. `F.linear_cross_entropy(options=...)` of torch 2.13 and Liger's kernel take
-the weight instead. They also save the 16-bit logits, but accumulate the weight gradient in bfloat16 over
-the chunks, and compute gradients in the forward pass, which the backward pass scales and rounds again.
+The function starts at the logits, not at the hidden states. The GEMM of the output layer can then
+run in any way: in FP8, with adapters, by Transformer Engine, over a part of the vocabulary. Its
+records and its weight gradient stay the same. `F.linear_cross_entropy(options=...)` of torch 2.13
+and Liger's kernel take the weight instead. They also save the 16-bit logits, but accumulate the
+weight gradient in bfloat16 over the chunks, and compute gradients in the forward pass, which the
+backward pass scales and rounds again.
 """
 
 from __future__ import annotations

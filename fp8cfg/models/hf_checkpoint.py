@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: reads safetensors, one file or shards, tensor by tensor.
 
-FP8 weights are dequantized as they are read. A float8_e4m3fn weight has float32 scales next to it, which
-multiply it:
+FP8 weights are dequantized as they are read. A float8_e4m3fn weight has float32 scales next to it,
+which multiply it:
 
     weight_scale_inv   per 128x128 block, or one per tensor (DeepSeek-V3, transformers' `fp8`)
     weight_scale       per row, or one per tensor (compressed-tensors)
@@ -85,7 +85,7 @@ class Layout:
         return self.conv1d and ".linear_" in name and name.endswith(".weight")
 
     def shift(self, name: str, config: TransformerConfig) -> float:
-        """Returns the difference of a norm weight in the checkpoint and in our model: -1, 0 or 1."""
+        """Returns what to add to our norm weight for the checkpoint: -1, 0 or 1."""
         if self.centered is None or not name.endswith("layernorm.weight"):
             return 0.0
         return float(config.layernorm_zero_centered_gamma) - float(self.centered)
@@ -150,8 +150,8 @@ def from_hf(
         Our state dict, with the dtypes of `state_dict`.
 
     Raises:
-        ValueError: Names are missing or unexpected, shapes differ from the config, or a tied `lm_head`
-            differs from the embedding.
+        ValueError: Names are missing or unexpected, shapes differ from the config, or a tied
+            `lm_head` differs from the embedding.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     read_parameter = parameter_reader(shapes, state_dict.__getitem__, config, layout)
@@ -240,7 +240,7 @@ def parameter_reader(
     config: TransformerConfig,
     layout: Layout,
 ) -> Callable[[str], Tensor]:
-    """Returns a function that makes one of our parameters, by its name, from Hugging Face's tensors.
+    """Returns a function that makes one of our parameters from Hugging Face's tensors.
 
     Args:
         shapes: Shapes of Hugging Face's tensors by name.
@@ -326,8 +326,8 @@ class Checkpoint:
         """Opens the files of a folder.
 
         Raises:
-            ValueError: The folder has no safetensors, a damaged file or index, or a quantization that
-                is not supported.
+            ValueError: The folder has no safetensors, a damaged file or index, or a quantization
+                that is not supported.
         """
         self.folder = folder
         self.files: dict[str, Any] = {}  # the open file of each tensor

@@ -1,9 +1,10 @@
 """Hugging Face export: writes a Transformer's weights as sharded safetensors.
 
 Weights are BF16, FP16 or FP32. Linear weights can be FP8 with scales instead. FP8 has the layout of
-DeepSeek-V3 and of transformers' `fp8`: each float8_e4m3fn `weight` has a float32 `weight_scale_inv`, one
-factor per 128x128 block or per tensor. Block scales are powers of two. So FP8 weights with such scales
-are exported without rounding, although the rows of the two layouts differ.
+DeepSeek-V3 and of transformers' `fp8`: each float8_e4m3fn `weight` has a float32
+`weight_scale_inv`, one factor per 128x128 block or per tensor. Block scales are powers of two. So
+FP8 weights with such scales are exported without rounding, although the rows of the two layouts
+differ.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BLOCK, E4M3_MAX = 128, 448.0
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a file, about."""
 Weight = tuple[Tensor, Tensor | None]
-"""A parameter, and the scale [] of an E4M3 weight with one scale per tensor, which multiplies it."""
+"""A parameter, and the factor [] of an E4M3 weight with one scale per tensor, or None."""
 
 
 class WeightOverflow(Exception):

@@ -2,14 +2,14 @@
 
     y = W x + alpha / rank B A dropout(x)        A [rank, in]    B [out, rank]
 
-Only A and B are trained. Under tensor parallelism an adapter is split like its layer. A column-parallel
-layer has this rank's rows of W and B, and all of A. A row-parallel layer has this rank's columns of W and
-A, and all of B.
+Only A and B are trained. Under tensor parallelism an adapter is split like its layer. A
+column-parallel layer has this rank's rows of W and B, and all of A. A row-parallel layer has this
+rank's columns of W and A, and all of B.
 
-The adapters of a layer are its child `lora`. A forward hook adds their output, so any backend can run the
-layer's GEMM. A layer with several projections has one adapter for each, as in PEFT. Initial weights are
-PEFT's: A from uniform(-1 / sqrt(in), 1 / sqrt(in)), which is kaiming_uniform with a = sqrt(5), and B is 0,
-so training starts from the unchanged model.
+The adapters of a layer are its child `lora`. A forward hook adds their output, so any backend can
+run the layer's GEMM. A layer with several projections has one adapter for each, as in PEFT. Initial
+weights are PEFT's: A from uniform(-1 / sqrt(in), 1 / sqrt(in)), which is kaiming_uniform with a =
+sqrt(5), and B is 0, so training starts from the unchanged model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Adapters:
     def freeze(self, model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> None:
         """Freezes all parameters of a model, before the adapters are attached.
 
-        Frozen weights need no float32 originals, so linear weights are cast. A weight shared with an
-        embedding keeps its dtype.
+        Frozen weights need no float32 originals, so linear weights are cast. A weight shared with
+        an embedding keeps its dtype.
 
         Args:
             model: On the meta device.
@@ -193,8 +193,8 @@ class Adapter(nn.ModuleDict):
 
     Attributes:
         projections: Output channels of each projection of the layer. Some may have no adapter.
-        groups: Key-value groups of linear_qkv. Its rows alternate between queries, keys and values of a
-            group. 1 for other layers.
+        groups: Key-value groups of linear_qkv. Its rows alternate between queries, keys and values
+            of a group. 1 for other layers.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ def _draw_lora_a(low_rank: LowRank, seed: int, name: str) -> Tensor:
 
 
 def _copy_local(parameter: Tensor, full: Tensor, shard: TensorShard | None) -> None:
-    """Copies this rank's part of a full matrix into a parameter, unless it is on the meta device."""
+    """Copies this rank's part of a full matrix into a parameter. Skips the meta device."""
     for part, (row, column) in local_parts(parameter, shard):
         if not part.is_meta:
             part.copy_(full[row : row + part.shape[0], column : column + part.shape[1]])
@@ -324,8 +324,8 @@ def hf_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -> s
         names: A family's modules, our names with theirs. See `hf_checkpoint.Layout`.
 
     Raises:
-        ValueError: The family has no module for the projection, such as GPT-2, where queries, keys and
-            values are one Conv1D.
+        ValueError: The family has no module for the projection, such as GPT-2, where queries, keys
+            and values are one Conv1D.
     """
     name, number = projection.module, ""
     if name.startswith("layers."):
@@ -481,8 +481,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         raise ValueError(
-            f"{WEIGHTS}: {len(missing)} matrices are missing, such as {missing[0]}; set lora.targets"
-            " to the layers in the file"
+            f"{WEIGHTS}: {len(missing)} matrices are missing, such as {missing[0]}; set"
+            " lora.targets to the layers in the file"
         )
     unexpected = sorted(tensors.keys() - shapes.keys())
     if unexpected:

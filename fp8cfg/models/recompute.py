@@ -5,16 +5,16 @@ core_attn and layernorm, and for the activation function, which Megatron recompu
 (moe_act). These parts are cheap, and their outputs take much memory.
 
 Autograd would save such an output twice: for its operation and as the input of the next layer.
-`recompute_in_backward` prevents the first. `discard_output` prevents the second: the next layer saves a
-placeholder, and its backward pass computes the output again, once for both (Megatron's
-CheckpointWithoutOutput). GEMMs are never repeated. FP8 layers quantize a recomputed input with the same
-scale and record its amax once. All values are those of a run without recomputation.
+`recompute_in_backward` prevents the first. `discard_output` prevents the second: the next layer
+saves a placeholder, and its backward pass computes the output again, once for both (Megatron's
+CheckpointWithoutOutput). GEMMs are never repeated. FP8 layers quantize a recomputed input with the
+same scale and record its amax once. All values are those of a run without recomputation.
 
-Norms and activation functions use `recompute_in_backward` without recompute_granularity too, as fused
-kernels do. Only `discard_output` is specific to "selective".
+Norms and activation functions use `recompute_in_backward` without recompute_granularity too, as
+fused kernels do. Only `discard_output` is specific to "selective".
 
-In compiled code a layer is a checkpoint of torch, with the outputs of GEMMs saved (selective activation
-checkpointing). The compiler decides about the rest.
+In compiled code a layer is a checkpoint of torch, with the outputs of GEMMs saved (selective
+activation checkpointing). The compiler decides about the rest.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ def discard_output(
 ) -> AbstractContextManager[Any]:
     """Returns a context in which operations do not save `output` for the backward pass.
 
-    They save a placeholder to recompute it. Other tensors are saved as usual. If `output` is not from
-    `recompute_in_backward`, the context does nothing.
+    They save a placeholder to recompute it. Other tensors are saved as usual. If `output` is not
+    from `recompute_in_backward`, the context does nothing.
 
     Args:
         output: An output of `recompute_in_backward`.
         transform: A function of `output`, such as an all-gather.
-        transformed: transform(output). With `transform` this tensor is not saved, instead of `output`.
+        transformed: transform(output). With `transform` this tensor is not saved, instead of
+            `output`.
     """
     if torch.compiler.is_compiling():
         return nullcontext()

@@ -1,12 +1,12 @@
 """SDPA backend: which kernel torch chooses for a layer's F.scaled_dot_product_attention.
 
-The kernels are flash, efficient, cudnn and math. torch chooses by GPU, cuDNN version, dtype, mask and
-shapes, and does not report its choice. A silent "math" stores the full matrix of probabilities and is
-several times slower.
+The kernels are flash, efficient, cudnn and math. torch chooses by GPU, cuDNN version, dtype, mask
+and shapes, and does not report its choice. A silent "math" stores the full matrix of probabilities
+and is several times slower.
 
-`sdpa_backends` asks torch's dispatcher. It runs each layer's attention on tensors with the shapes, dtype
-and layout of the run, and replaces the call of F.scaled_dot_product_attention by a query. So the layer's
-code decides on masks and grouped queries, and nothing is computed.
+`sdpa_backends` asks torch's dispatcher. It runs each layer's attention on tensors with the shapes,
+dtype and layout of the run, and replaces the call of F.scaled_dot_product_attention by a query. So
+the layer's code decides on masks and grouped queries, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def sdpa_backends(
     backends_by_shape: dict[tuple[Any, ...], str] = {}
     backends = {}
     for name, layer in model.named_modules():
-        # isinstance: FSDP2 subclasses our layer. A library's layer, such as te.TransformerLayer, keeps
-        # our modules as children, but does not call them.
+        # isinstance: FSDP2 subclasses our layer. A library's layer, such as te.TransformerLayer,
+        # keeps our modules as children, but does not call them.
         if not isinstance(layer, TransformerLayer):
             continue
         if type(layer).forward is not TransformerLayer.forward:

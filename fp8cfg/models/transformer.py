@@ -57,10 +57,10 @@ class Transformer(nn.Module):
 
         Args:
             config: The shapes.
-            recompute: Megatron's recompute_granularity. "full" keeps only the input of each layer and
-                repeats its forward pass in the backward pass. "selective" keeps no outputs of norms
-                and activation functions, and no attention scores (recompute.py). "none" keeps the
-                inputs of GEMMs.
+            recompute: Megatron's recompute_granularity. "full" keeps only the input of each layer
+                and repeats its forward pass in the backward pass. "selective" keeps no outputs of
+                norms and activation functions, and no attention scores (recompute.py). "none" keeps
+                the inputs of GEMMs.
             reset_attention_mask: Whether attention stays inside each document of a sample.
             reset_position_ids: Whether positions restart at 0 with each document.
         """
@@ -210,8 +210,8 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int, device: str = "cpu") -> None:
         """Initializes every parameter, or this rank's part of it. See `weight_init.init_parameter`.
 
-        One seed gives one model. The values depend neither on the device and dtype of the parameters
-        nor on how they are split over ranks.
+        One seed gives one model. The values depend neither on the device and dtype of the
+        parameters nor on how they are split over ranks.
 
         Args:
             seed: Seed of the random numbers.
@@ -301,8 +301,8 @@ def positions_in_documents(documents: Tensor) -> Tensor:
 class TransformerLayer(nn.Module):
     """One layer, [B, T, D] to [B, T, D]: attention and MLP, each added to the residual stream.
 
-    `layernorm_placement` puts norms before attention and MLP (pre), after them (post, OLMo 2), or both
-    (Gemma 2).
+    `layernorm_placement` puts norms before attention and MLP (pre), after them (post, OLMo 2), or
+    both (Gemma 2).
 
     Attributes:
         enter: Applied to the inputs of attention and MLP. Tensor parallelism sets it to gather the
@@ -338,8 +338,8 @@ class TransformerLayer(nn.Module):
             self.post_mlp_layernorm = build_norm(config)
         attention, mlp = self.self_attention, self.mlp
         for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-            # FP8 layers then save their input instead of a quantized copy: it costs nothing, because
-            # it is recomputed, or it is the output of attention, which is saved already.
+            # FP8 layers then save their input instead of a quantized copy. It costs nothing: the
+            # input is recomputed, or it is the output of attention and saved already.
             linear.keeps_input = self.selective  # type: ignore[assignment]
 
     @property
@@ -352,7 +352,7 @@ class TransformerLayer(nn.Module):
 
     @property
     def takes_mask(self) -> bool:
-        """Whether a call may pass a mask. Attention of a backend or of context parallelism has none."""
+        """Whether a call may pass a mask. Other attention than CoreAttention has none."""
         return type(self.self_attention.core_attention) is CoreAttention
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
@@ -418,8 +418,9 @@ class TransformerLayer(nn.Module):
 class MLP(nn.Module):
     """MLP of one layer, [B, T, D] to [B, T, D]: linear_fc2(activation(linear_fc1(x))).
 
-    With swiglu and geglu, the first half of the rows of `linear_fc1` is the gate and the second half the
-    up projection. GELU is the tanh approximation, as in Gemma, GPT-2 and Transformer Engine's kernels.
+    With swiglu and geglu, the first half of the rows of `linear_fc1` is the gate and the second
+    half the up projection. GELU is the tanh approximation, as in Gemma, GPT-2 and Transformer
+    Engine's kernels.
     """
 
     def __init__(self, config: TransformerConfig, recompute: str = "none") -> None:

@@ -1,12 +1,12 @@
 """Weight initialization with values that don't depend on the layout.
 
 The rows of a weight are drawn in blocks. Each block has its own generator state, from the seed, the
-parameter's name and the block's number. So a rank draws only the blocks that overlap its rows, and one
-seed gives one model: on one rank, split over data-parallel or tensor-parallel ranks, or in pipeline
-stages. A rank with some of the columns draws full rows and keeps its columns.
+parameter's name and the block's number. So a rank draws only the blocks that overlap its rows, and
+one seed gives one model: on one rank, split over data-parallel or tensor-parallel ranks, or in
+pipeline stages. A rank with some of the columns draws full rows and keeps its columns.
 
-torch's CPU generator uses 32 bits of a seed. Among the hundred thousand blocks of eight billion parameters
-two may be equal.
+torch's CPU generator uses 32 bits of a seed. Among the hundred thousand blocks of eight billion
+parameters two may be equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8cfg.models.config import TransformerConfig
 
 BLOCK = 1 << 16
-"""Elements of a block, which has at least one row. Seeding costs as much as some hundred numbers."""
+"""Elements of a block of at least one row. Seeding costs as much as some hundred numbers."""
 RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -36,8 +36,8 @@ class TensorShard:
         rank: Number of the part.
         ranks: Number of parts.
         dim: The dimension that is split.
-        pieces: Number of concatenated matrices in the parameter, such as gate and up projection. The
-            part then has that part of each matrix.
+        pieces: Number of concatenated matrices in the parameter, such as gate and up projection.
+            The part then has that part of each matrix.
     """
 
     rank: int
@@ -94,9 +94,9 @@ def init_parameter(
 ) -> None:
     """Fills a part of a parameter with its initial values.
 
-    Weights are drawn from normal(0, init_std), as in Megatron. Norms multiply by 1, biases are 0. Layers
-    that write into the residual stream have init_std / sqrt(2 * num_layers): the variance of the
-    stream then does not grow with the depth.
+    Weights are drawn from normal(0, init_std), as in Megatron. Norms multiply by 1, biases are 0.
+    Layers that write into the residual stream have init_std / sqrt(2 * num_layers): the variance of
+    the stream then does not grow with the depth.
 
     Args:
         out: The part, any float dtype and device.

@@ -210,8 +210,8 @@ def _differing(values: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DEFAULTS = (
-    "Recipe and presets to build on, as in Hydra: a recipe's name, or group: name. Same as `recipe`,"
-    " `precision` and `data`."
+    "Recipe and presets to build on, as in Hydra: a recipe's name, or group: name. Same as"
+    " `recipe`, `precision` and `data`."
 )
 
 

@@ -77,7 +77,8 @@ class Study:
         precisions: Names of the other precisions.
         seeds: Seeds of the runs.
         runs: Runs to train, the baseline first. A given baseline is not among them.
-        baseline_folders: Run folders of an existing baseline by seed. Empty if the study trains the baseline.
+        baseline_folders: Run folders of an existing baseline by seed. Empty if the study trains the
+            baseline.
         tolerance: Largest accepted gap, in nats per token.
     """
 
@@ -393,8 +394,8 @@ def has_started(run: PlannedRun) -> bool:
             old_value, value = _value(recipe, keys[0]), _value(run.recipe, keys[0])
             suffix = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
             raise ConfigError(
-                f"{run.folder}: has a run with {keys[0]}={old_value}, not {value}{suffix}; delete it, or"
-                f" set name=NAME for another study"
+                f"{run.folder}: has a run with {keys[0]}={old_value}, not {value}{suffix}; delete"
+                f" it, or set name=NAME for another study"
             )
     return True
 

@@ -121,7 +121,8 @@ class MetricsTail:
         last_step = self.last_row["step"] if self.last_row else 0
         self.last_row = rows[-1]
         if is_replaced:
-            # A resume copies the file without the steps to repeat. Rows up to `last_step` were shown.
+            # A resume copies the file without the steps to repeat. Rows up to `last_step` are
+            # known already.
             return [row for row in rows if row["step"] > last_step]
         return rows
 
