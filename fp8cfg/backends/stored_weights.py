@@ -199,27 +199,6 @@ def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
             p.grad_dtype = grad_dtype
 
 
-def scaled_codec_layers(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
-    """Returns the layer of each weight in a codec with a scale.
-
-    `codec_tensors` of a layer has the stored tensors.
-    """
-    layers = {}
-    for layer in codec_layers(model):
-        if len(layer.codec_tensors) > 1:
-            layers[layer.parameter] = layer
-    return layers
-
-
-def codec_layers(model: nn.Module) -> list[FP8Linear | CodecLayer]:
-    """Returns the layers with a weight in a codec."""
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, (FP8Linear, CodecLayer)) and layer.codec
-    ]
-
-
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:
     """Returns the parameters of more than one module, such as tied output layers."""
     seen: set[nn.Parameter] = set()

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends import registry, stored_weights
+from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.protocol import Backend, PreparedModel
-from fp8cfg.numerics import FP8Linear, fp8_linears
+from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards
-from fp8cfg.numerics.weight_storage import CodecLayer
+from fp8cfg.numerics.weight_storage import NarrowWeight, scaled_codec_layers
 from fp8cfg.optim import LossScaler
 from fp8cfg.optim.low_bit.adam import LowBitTraining, LowBitTrainingAdam, LowBitTrainingAdamW
 from fp8cfg.optim.low_bit.columns import columns_of_shard
@@ -187,9 +187,9 @@ def _torch_optimizer(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
     return partial(adam, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def _trained_encoded_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear | CodecLayer]:
+def _trained_encoded_weights(model: nn.Module) -> dict[nn.Parameter, NarrowWeight]:
     """Returns the layers with a trained weight in a storage codec, by parameter."""
-    layers = stored_weights.scaled_codec_layers(model)
+    layers = scaled_codec_layers(model)
     return {parameter: layer for parameter, layer in layers.items() if parameter.requires_grad}
 
 

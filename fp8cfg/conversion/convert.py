@@ -38,6 +38,7 @@ from fp8cfg.composition.precedence import resolve_recipe, resolved_for_build
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
+from fp8cfg.numerics.weight_storage import codec_layers
 from fp8cfg.planning.coverage import Coverage, coverage, coverage_of_layers, warn_of_low_coverage
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.schema.backends import Hardware
@@ -389,7 +390,7 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
     Most other matrices decide. Without any, the biases of the quantized layers decide, then other
     vectors. Norms come last, because they may stay float32 in a bfloat16 model.
     """
-    quantized: list[Any] = [*stored_weights.codec_layers(model)]
+    quantized: list[Any] = [*codec_layers(model)]
     quantized += [layer for layer in fp8_linears(model) if layer.is_encoded]
     quantized_weights = {layer.parameter for layer in quantized}
     unquantized = []

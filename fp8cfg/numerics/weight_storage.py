@@ -378,6 +378,23 @@ def _empty_layer(base: type[nn.Module]) -> CodecLayer:
     return cls.__new__(cls)
 
 
+def scaled_codec_layers(model: nn.Module) -> dict[nn.Parameter, NarrowWeight]:
+    """Returns the layer of each weight in a codec with a scale.
+
+    `codec_tensors` of a layer has the stored tensors.
+    """
+    layers = {}
+    for layer in codec_layers(model):
+        if len(layer.codec_tensors) > 1:
+            layers[layer.parameter] = layer
+    return layers
+
+
+def codec_layers(model: nn.Module) -> list[NarrowWeight]:
+    """Returns the layers with a weight in a codec."""
+    return [layer for layer in model.modules() if isinstance(layer, NarrowWeight) and layer.codec]
+
+
 def operand(layer: nn.Module) -> Tensor:
     """Returns the weight [out, in] that a library's `layer` multiplies, decoded if necessary."""
     if isinstance(layer, CodecLayer):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fp8cfg.backends import stored_weights
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import EncodedTensor, get_codec
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, plain
 from fp8cfg.numerics.scaling import WEIGHT
+from fp8cfg.numerics.weight_storage import scaled_codec_layers
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.parallel.process_group import World, data_parallel_world
 from fp8cfg.parallel.quantized_allreduce import gather_from_owners
@@ -97,7 +97,7 @@ def attach_optimizer(
     layers = {
         layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad
     }
-    encoded_weights = stored_weights.scaled_codec_layers(model)
+    encoded_weights = scaled_codec_layers(model)
 
     @torch.no_grad()
     def broadcast_weights() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import fp8cfg
 from fp8cfg.backends import stored_weights
 from fp8cfg.numerics.codecs import CODECS, get_codec
-from fp8cfg.numerics.weight_storage import CodecLayer, store_in_codec
+from fp8cfg.numerics.weight_storage import CodecLayer, scaled_codec_layers, store_in_codec
 from tests.support.small import small, steps
 
 TORCHAO = (
@@ -205,7 +205,7 @@ def test_a_model_under_a_level_comes_back_decoded(backend: str, tied: bool) -> N
     list(steps(job, 1))
     want = {
         p: layer.codec.decode(layer.codec_tensors)
-        for p, layer in stored_weights.scaled_codec_layers(job.model).items()
+        for p, layer in scaled_codec_layers(job.model).items()
     }
     held = {name: want[p] for name, p in job.model.named_parameters() if p in want}
     model = fp8cfg.convert_back(job.model)
