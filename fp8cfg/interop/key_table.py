@@ -186,7 +186,7 @@ class Read(NamedTuple):
 
     Attributes:
         recipe: The recipe. Its rules are not checked yet.
-        lost: Remarks on settings without an equivalent, or with a slightly different one.
+        lost: Remarks on settings without an exact equivalent.
         unknown: Remarks on keys that do not exist in the other project.
     """
 
@@ -200,7 +200,7 @@ class Written(NamedTuple):
 
     Attributes:
         value: Settings by key, or an object of the project's library.
-        lost: Remarks on recipe keys without an equivalent, or with a slightly different one.
+        lost: Remarks on recipe keys without an exact equivalent.
     """
 
     value: Any

@@ -39,7 +39,7 @@ _FP8_RECIPES = {
     if scaling.megatron and scaling.bits == 8
 }
 OFF = (None, False, "", "none", "None", "null")
-"""Settings of the FP8 or FP4 format for neither of them."""
+"""Values of a disabled field, in YAML, flags and Python."""
 
 
 def computes_in_fp16(values: Values) -> bool:
