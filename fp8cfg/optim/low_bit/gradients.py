@@ -102,8 +102,11 @@ class StoredGradients:
                     f"the gradient of {self._names[parameter]} was stored before a backward pass;"
                     " zero_grad comes first"
                 )
-            previous = self.codecs[parameter].decode(self.stored[parameter])
-            self._local_gradient(parameter).add_(previous)
+            # No name for the decoded gradient: it would keep its float32 memory while others are
+            # encoded.
+            self._local_gradient(parameter).add_(
+                self.codecs[parameter].decode(self.stored[parameter])
+            )
         scaled = [parameter for parameter in parameters if self.codecs[parameter].per_tensor]
         scales = self._full_tensor_scales(scaled)
         kinds = [self._launch_kind(parameter) for parameter in parameters]
@@ -345,8 +348,8 @@ def norm(codec: Codec, stored: EncodedTensor) -> Tensor:
     data = stored[0]
     pieces = []
     for start, stop in chunk_ranges(data.numel(), data.device):
-        piece = codec.decode(codec.part(stored, start, stop))
-        pieces.append(torch.linalg.vector_norm(piece))
+        part = codec.part(stored, start, stop)
+        pieces.append(torch.linalg.vector_norm(codec.decode(part)))
     if not pieces:
         return torch.zeros((), dtype=torch.float32, device=data.device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(pieces))
