@@ -121,9 +121,7 @@ def run(argv: list[str]) -> int:
     if forms == ["--json"]:  # JSON has no comments
         _say("note", remarks)
     elif remarks or translation.unknown:
-        headline = (
-            f"Imported from {title}. Settings without an equivalent here, or with another meaning:"
-        )
+        headline = f"Imported from {title}. Settings dropped or with another meaning:"
         text = comments([headline, *remarks, *translation.unknown]) + text
     return print_or_write(text, output)
 

@@ -10,7 +10,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from tests.support.verbs import refused
 
-GOLDEN = """# Imported from Accelerate. Settings without an equivalent here, or with another meaning:
+GOLDEN = """# Imported from Accelerate. Settings dropped or with another meaning:
 # machine_rank=1: belongs to the launch; use torchrun's arguments
 # fp8_config.marginn: no such key of Accelerate; did you mean
 #   'fp8_config.margin'?
