@@ -198,7 +198,8 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     counts = count_parameters(job.recipe, rank_part(job.recipe))
     held = sum(t.nbytes for tensors in tensors_by_kind(job).values() for t in tensors if t.dim())
     assert (
-        held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8
+        held == each * counts.linear_weights + (each + 5) * counts.other_parameters
+        and job.prove().layers_in_fp8 == 8
     )
     first = fp8cfg.build(small(*words))
     list(steps(first, 2))
