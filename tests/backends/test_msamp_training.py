@@ -75,7 +75,7 @@ def test_losses_are_those_of_ms_amps_own_python(
 
     monkeypatch.setattr(Transformer, "init_weights", drawn_by_one_generator)
     monkeypatch.setattr(
-        "fp8cfg.data.corpus._border", lambda _, length, held_out, __: length - held_out
+        "fp8cfg.data.corpus._find_cut", lambda _, length, held_out, __: length - held_out
     )  # which was not at a document's beginning
     found = [step.loss for step in steps(job(*words), 4)]
     assert found[:3] == pytest.approx(losses[:3], rel=2e-5) and found[3] == pytest.approx(
