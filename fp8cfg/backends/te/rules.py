@@ -153,20 +153,23 @@ def _allowed_values(fp8: FP8) -> dict[str, _AllowedValues]:
             f"fp8.override_linear_precision.dgrad={spelled(override.dgrad)}",
         ),
     }
-    if fp8.scaling == "delayed":
-        variables["NVTE_UNFUSED_FP8_UPDATE"] = _AllowedValues(
-            ("0",), "fp8.scaling=delayed, whose scales TE's fused kernel moves"
-        )
-    if fp8.scaling == "current":
-        variables["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] = _AllowedValues(
-            (_flag(power_2),), power_2_key
-        )
-    if fp8.scaling == "block":
-        variables["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = _AllowedValues(
-            (_flag(not power_2),), power_2_key
-        )
-    if fp8.scaling == "nvfp4":
-        variables |= {
+    by_scaling = {
+        "delayed": {
+            "NVTE_UNFUSED_FP8_UPDATE": _AllowedValues(
+                ("0",), "fp8.scaling=delayed, whose scales TE's fused kernel moves"
+            ),
+        },
+        "current": {
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _AllowedValues(
+                (_flag(power_2),), power_2_key
+            ),
+        },
+        "block": {
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _AllowedValues(
+                (_flag(not power_2),), power_2_key
+            ),
+        },
+        "nvfp4": {
             "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _AllowedValues(
                 (_flag(not two_d),), f"fp8.enable_2d_quantization={spelled(two_d)}"
             ),
@@ -182,7 +185,9 @@ def _allowed_values(fp8: FP8) -> dict[str, _AllowedValues]:
             "NVTE_NVFP4_4OVER6": _AllowedValues(
                 ("none",), "fp8.scaling=nvfp4, whose blocks all map to 6"
             ),
-        }
+        },
+    }
+    variables |= by_scaling.get(fp8.scaling, {})
     if attention:
         # Attention reads these directly. They replace its S and dP, or one of its passes.
         variables |= {
