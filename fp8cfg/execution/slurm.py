@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.execution.executor import RANK_VARIABLES, REQUEUE, Command, child_environment
-from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
+from fp8cfg.schema.errors import ConfigError, did_you_mean, nearest, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
@@ -96,10 +96,9 @@ def setting_errors(settings: Mapping[str, Any], submitit: bool = True) -> Iterat
             suggestion = _suggest_name(name, submitit)
             if not suggestion:
                 continue
-            spelling = repr(suggestion)
             if "-" in key:
-                spelling = suggestion.replace("_", "-")
-            yield f"{key}={value}: no option of sbatch; did you mean {spelling}?"
+                suggestion = suggestion.replace("_", "-")
+            yield f"{key}={value}: no option of sbatch{did_you_mean(suggestion)}"
 
 
 def _suggest_name(name: str, submitit: bool) -> str | None:
