@@ -22,7 +22,7 @@ __all__ = [
     "Hardware",
     "backend_violations",
     "choose",
-    "layout_violations",
+    "backend_layout_violations",
 ]
 
 
@@ -138,7 +138,7 @@ def backend_violations(
                 f"backend={name} has no such statistics; set backend=native, or remove it",
             )
         )
-    reasons += layout_violations(
+    reasons += backend_layout_violations(
         name, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     )
     replicas = layout.data_parallel_replicate_size
@@ -178,7 +178,7 @@ def backend_violations(
     return violations
 
 
-def layout_violations(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
+def backend_layout_violations(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
     """Returns a violation if a backend does not support tensor or pipeline parallelism.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import gcd
 
-from fp8cfg.backends.choice import ALIGNMENT, layout_violations
+from fp8cfg.backends.choice import ALIGNMENT, backend_layout_violations
 from fp8cfg.models.config import stage_chunks
 from fp8cfg.planning.layer_plan import adapted_projections, plan_layers, transformer_config
 from fp8cfg.schema.backends import capabilities, ordered
@@ -48,7 +48,7 @@ def precision_limits(recipe: Recipe) -> list[Violation]:
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     violations: list[Violation] = []
     if recipe.fp8.enabled:
-        violations += layout_violations(recipe.backend, stages=stages)
+        violations += backend_layout_violations(recipe.backend, stages=stages)
     interval = recipe.log.fp8_stats_every_n_steps
     if interval:
         violations.append(
@@ -223,7 +223,7 @@ def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     fp8, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
     if not fp8.enabled:
         return
-    yield from layout_violations(recipe.backend, tensor=tensor)
+    yield from backend_layout_violations(recipe.backend, tensor=tensor)
     if fp8.dot_product_attention:
         yield _violation(
             "fp8.dot_product_attention=true",
