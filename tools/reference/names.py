@@ -21,8 +21,8 @@ def page() -> str:
         [
             "# Recipes and presets",
             "The choices of `recipe=`, `precision=`, `data=` and `task=`. `fp8cfg list` prints them too. `--config-dir FOLDER` adds your own "
-            "files. A precision preset replaces everything about precision. Its Python function has NeMo's or Megatron-Bridge's name for "
-            "it, if they have one. [Choose a precision](../choosing-a-precision.md) tells you which one to use.",
+            "files. A precision preset replaces all precision values of the recipe. Keys on the same command line still win. Its Python "
+            "function has NeMo's or Megatron-Bridge's name for it, if they have one. [Choose a precision](../choosing-a-precision.md) tells you which one to use.",
             "## recipe",
             "GPUs is the number that the recipe is meant for. In a layout, TP is tensor, PP pipeline and CP context parallelism.",
             table(
