@@ -189,6 +189,14 @@ class Saver:
             self._report(self._write(result, share, keep, self.world), last)
         return True
 
+    def restart(self, done: int) -> None:
+        """Continues from the checkpoint of step `done`, after a rewind.
+
+        Later checkpoints are saved again: the newest one may be damaged.
+        """
+        self._saved_step = done
+        self._saved_optimizer_steps = self.job.optimizer.steps
+
     def settle(self, wait: bool = False) -> None:
         """Reports the result of a save in the thread, if it has ended.
 

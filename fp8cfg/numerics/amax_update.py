@@ -8,9 +8,9 @@ pytorch/quantization.py.
 Order of a step:
 
     forward and backward passes
-    optimizer.step()
+    optimizer.step()                 updates the master weights; the next two run inside it in a job
     update_scales(layers)
-    layer.set_weight(...) of FP8 weights
+    layer.set_weight(...)            quantizes FP8 weights with the new scales
 
 A step that is skipped because its gradients are not finite calls `discard_amax` instead.
 """

@@ -16,10 +16,10 @@ hybrid format). Read on:
     fsdp_weights       FP8 all-gather of weights
 
 Delayed scaling needs state between steps. Row 0 of `fp8_amax_history`, with `fp8_backward_amax`, is the
-running maximum since the last `update_scales`. Nothing else changes in a forward or backward pass, and a
-maximum taken twice is the same maximum. So activation checkpointing, gradient accumulation and evaluation
-need no special case. Transformer Engine rolls the history after each forward pass instead, and stashes
-scales for the recomputation.
+running maximum since the last `update_scales`. A pass changes no scale, and a maximum taken twice is the
+same maximum. So activation checkpointing and gradient accumulation need no special case. Evaluations
+record nothing. Transformer Engine rolls the history after each forward pass instead, and stashes scales
+for the recomputation.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ class LinearFunction(torch.autograd.Function):
 
         # dgrad reads a stored weight again in the backward pass, so no operand is saved. Only a
         # weight in a codec is quantized for dgrad now, because its FP8 operand is as small.
-        saves_weight = needs_grad_input
+        reads_storage = False
         if storage is not None and cached.dgrad is None:
             reads_storage = isinstance(storage, FP8Weight) or call.high_precision[DGRAD]
-            saves_weight = needs_grad_input and not reads_storage
+        saves_weight = needs_grad_input and not reads_storage
         weight_gemms = [FPROP]
         if saves_weight:
             weight_gemms.append(DGRAD)
@@ -134,6 +134,7 @@ class LinearFunction(torch.autograd.Function):
         # contracted along their rows, as they are stored: cuBLAS wants exactly this layout. Fast
         # accumulation is good enough for activations.
         gemms_ran = None
+        # Coverage counts high precision only in training: evaluations may turn FP8 off.
         if call.is_training or not call.high_precision[FPROP]:
             gemms_ran = forward_buffers.gemms_ran
         output = gemm(inputs[FPROP], weights[FPROP], call.output_dtype, gemms_ran, FPROP, bias)

@@ -19,7 +19,7 @@ The GEMM multiplies its result by the inverse scales of both operands. Read from
     compute_tile_scales    one scale per tile: the other algorithms, and current scaling by row
 
 amax.py computes amaxes. Callers: fp8_linear.py quantizes with these scales in a pass,
-amax_update.py calls `roll_amax_history` for all layers after the optimizer step. The Triton kernels
+amax_update.py calls `roll_amax_history` for all layers once per optimizer step. The Triton kernels
 (kernels/) repeat the same formulas.
 
 The results equal Transformer Engine 2.20 bit for bit. Each algorithm names its source there. Paths
@@ -212,7 +212,7 @@ def compute_scale(
     if not isinstance(scaled_max, Tensor):
         scaled_max = torch.full_like(amax, scaled_max)
     scale = torch.div(scaled_max, amax)
-    # Both are at least 0. Comparisons take fewer kernels than isinf and isfinite.
+    # Amax and scale are at least 0. Comparisons take fewer kernels than isinf and isfinite.
     scale = torch.where(scale == torch.inf, highest, scale)
     is_usable = (amax > 0) & (amax < torch.inf)
     return torch.where(is_usable, scale, fallback)

@@ -373,7 +373,7 @@ class FSDPStageSync:
 
     def begin(self) -> None:
         """Gathers the weights outside of layers."""
-        # `discard_step` and the last microbatch set True.
+        # `discard_step` sets True.
         self.model.set_reshard_after_backward(False, recurse=self.shard != "fsdp")
         self.model.unshard()
         # The root's own forward pre-hooks don't run, as nobody calls the model.

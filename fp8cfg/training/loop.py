@@ -155,7 +155,7 @@ def train(
 
     Raises:
         NotFP8Error: The first step did not run in the planned formats.
-        Interrupted: A signal stopped the run. A checkpoint was saved.
+        Interrupted: A signal stopped the run. A checkpoint was saved, except before the first step.
         Diverged: The loss or the gradients are not finite.
         DataError: A batch cannot be read, or has a token outside the vocabulary.
         CheckpointError: The last checkpoint could not be written.
@@ -383,6 +383,8 @@ class _Training:
         if request == Request.NONE:
             return
         self._finish_steps(max_pending=0)
+        # A step that was still on the device may request more.
+        request = max(request, self.requested)
         self.requested = Request.NONE
         self.world.apply_timeout("start", num_done)
         if request == Request.STOP:
@@ -491,6 +493,7 @@ class _Training:
         self.logs.rewind(self.run, num_done)
         self.bad_steps.restart(num_done)
         self.last_step.restart(num_done)
+        self.saver.restart(num_done)
         self.look_ahead.restart(num_done)
         self.status.step = num_done
         self.say(f"back to the checkpoint of step {num_done}")

@@ -46,7 +46,7 @@ class NoTargets(ConfigError):
 
 
 def load_microbatches(
-    job: Job, batches: Batches, step: int, world: World
+    job: Job, batches: Batches, step: int, world: World, host_waits: bool = False
 ) -> tuple[Iterable[Microbatch], Tensor | None]:
     """Loads this rank's microbatches of an optimizer step. All ranks call it.
 
@@ -55,6 +55,8 @@ def load_microbatches(
         batches: Training data.
         step: Number of the step, counted from 0.
         world: Ranks of the run.
+        host_waits: Whether the host reads the loss of the step before the update. Then it also
+            reads the number of targets.
 
     Returns:
         The microbatches. With them the number of targets of the step, float64 [] on the device, if
@@ -82,11 +84,15 @@ def load_microbatches(
         return microbatches, None
 
     loaded = [load(index) for index in range(num_microbatches)]
-    return weight_by_targets(job, loaded, step, world)
+    return weight_by_targets(job, loaded, step, world, host_waits)
 
 
 def weight_by_targets(
-    job: Job, loaded: Sequence[tuple[Tensor, ...]], step: int, world: World
+    job: Job,
+    loaded: Sequence[tuple[Tensor, ...]],
+    step: int,
+    world: World,
+    host_waits: bool = False,
 ) -> tuple[list[Microbatch], Tensor | None]:
     """Weights each microbatch of masked data by its number of targets.
 
@@ -97,6 +103,7 @@ def weight_by_targets(
         loaded: Tensors of this rank's microbatches.
         step: Number of the step, counted from 0.
         world: Ranks of the run.
+        host_waits: Whether the host waits for the loss of the step.
     """
     counts = [count_local_targets(job, tensors[1]) for tensors in loaded]
     targets_of_rank = float(sum(counts))
@@ -118,7 +125,7 @@ def weight_by_targets(
     total = world.sum(total) * num_shares / world.size
     total_on_device = None
     deferred = job.optimizer.deferred
-    if deferred is not None and can_run_ahead(job):
+    if deferred is not None and can_run_ahead(job) and not host_waits:
         deferred.skip_without_targets(total)
         total_on_device = total
     elif not total:

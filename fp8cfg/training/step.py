@@ -157,8 +157,8 @@ def train_step(
 ) -> PendingStep:
     """Launches an optimizer step. All ranks call it.
 
-    Does not wait for the device inside `DeferredSteps`. After an error the gradients are discarded,
-    and the job can take another step.
+    Does not wait for the device inside `DeferredSteps`. After an error the job can take another
+    step, which drops the gradients.
 
     Args:
         job: The job.
@@ -178,7 +178,8 @@ def train_step(
     """
     optimizer = job.optimizer
     num_microbatches = count_microbatches(job, world)
-    microbatches, num_targets = load_microbatches(job, batches, step, world)
+    host_waits = largest_loss is not None
+    microbatches, num_targets = load_microbatches(job, batches, step, world, host_waits)
 
     with dropping_gradients_on_error(job):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import manifest
 from fp8cfg.data.indexed import write_indexed
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
@@ -171,6 +172,25 @@ def test_a_run_does_not_skip_forever(tmp_path: Path) -> None:
         "5",
     ]
     assert metrics(tmp_path / "run")[-1]["bad_step"] == "stop"
+
+
+def test_rewind_past_a_damaged_checkpoint_saves_its_step_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    class Damage(fp8cfg.Callback):
+        was_damaged = False
+
+        def save(self, done: int, folder: Path) -> None:
+            if done == BAD - 1 and not self.was_damaged:
+                (folder / "model.safetensors").write_bytes(b"damaged")
+                self.was_damaged = True
+
+    words = ("precision=bf16_fp8", "trainer.on_bad_step=rewind")
+    said: list[str] = []
+    job = plant(fp8cfg.build(small(*WORDS, *words)), BAD)
+    fp8cfg.fit(job, folder, say=said.append, callbacks=[Damage()])
+    assert f"back to the checkpoint of step {BAD - 3}" in said
+    manifest.verify(folder / "checkpoints" / f"step-{BAD - 1:08d}.2")
 
 
 def test_rewind_needs_a_checkpoint(tmp_path: Path) -> None:

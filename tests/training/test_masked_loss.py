@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import Tensor
 import fp8cfg
 from fp8cfg.checkpoint import job_state
 from fp8cfg.data import IGNORED
+from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.training import microbatches
 from fp8cfg.training.data import run_data
 from fp8cfg.training.evaluation import evaluate, validation_batches
 from fp8cfg.training.finished_run import held_out_loss
@@ -141,6 +145,25 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_no_gradient() -> None:
     loss = model(tokens, torch.full_like(tokens, IGNORED))
     loss.backward()
     assert loss.item() == 0 and not any(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("host_waits", [False, True])
+def test_a_step_without_targets_on_several_ranks(
+    host_waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device skips it, or the host raises the error if it waits for the loss anyway."""
+    monkeypatch.setattr(microbatches, "can_run_ahead", lambda job: True)
+    job = fp8cfg.build(small("precision=bf16_fp8"))
+    two_ranks: Any = SimpleNamespace(size=2, sum=lambda total: total)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    loaded = [(tokens, torch.full_like(tokens, IGNORED))]
+    with DeferredSteps(job.optimizer):
+        if host_waits:
+            with pytest.raises(microbatches.NoTargets):
+                microbatches.weight_by_targets(job, loaded, 0, two_ranks, host_waits)
+        else:
+            _, total = microbatches.weight_by_targets(job, loaded, 0, two_ranks, host_waits)
+            assert total is not None and not total
 
 
 def test_the_first_token_of_a_document_is_left_out() -> None:
