@@ -69,7 +69,7 @@ def test_threads_that_stay_busy_are_waited_for_no_longer_than_that(
     thread = threading.Thread(target=busy, daemon=True)
     thread.start()
     try:
-        assert started.wait(100) and not process_group.wait_until_idle(patience=0.1, every=0.001)
+        assert started.wait(100) and not process_group.wait_until_idle(patience=0.1, interval=0.001)
     finally:
         ended.set()
         thread.join()

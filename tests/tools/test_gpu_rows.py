@@ -145,7 +145,7 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on the fake GPU, whose products leave no record."""
-    for module, name in ((checks, "check"), (checks, "_look"), (job, "prove_engagement")):
+    for module, name in ((checks, "check"), (checks, "_check_forward"), (job, "prove_engagement")):
         monkeypatch.setattr(module, name, getattr(module, name))  # and so put back
     monkeypatch.setattr(job.Job, "_observed", job.Job._observed)
     monkeypatch.setattr(compile, "_largest_difference", compile._largest_difference)

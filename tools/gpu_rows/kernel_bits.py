@@ -78,9 +78,11 @@ def refused(device: str) -> str:
     if not launch.HAS_TRITON:
         return "Triton is not installed"
     least = "the conversion to float8 needs compute capability " + ".".join(
-        map(str, fused_store.LEAST)
+        map(str, fused_store.FP8_CONVERSION_CAPABILITY)
     )
-    return "" if torch.cuda.get_device_capability() >= fused_store.LEAST else least
+    return (
+        "" if torch.cuda.get_device_capability() >= fused_store.FP8_CONVERSION_CAPABILITY else least
+    )
 
 
 def matrices() -> Iterator[tuple[str, Tensor]]:
