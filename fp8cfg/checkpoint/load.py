@@ -265,23 +265,23 @@ class StoredGroup(Mapping[str, Tensor]):
         with self._files.reading(name) as file:
             metadata = dict(file.metadata() or {})
             places = json.loads(metadata.pop(SHARDING, "null"))
-            for tensor in file.keys():  # noqa: SIM118, it is no dict
-                header = file.get_slice(tensor)
+            for tensor_name in file.keys():  # noqa: SIM118, it is no dict
+                header = file.get_slice(tensor_name)
                 dtype = DTYPES[header.get_dtype()]
                 sizes = tuple(header.get_shape())
                 place = {OFFSETS: [0] * len(sizes), SHAPE: list(sizes)}
                 # Other tools write full tensors, without places.
                 if places is not None:
-                    place = places.get(tensor)
-                offsets, shape = _checked_place(tensor, place, sizes)
-                stored = self._tensors.setdefault(tensor, StoredTensor(dtype, shape, {}))
+                    place = places.get(tensor_name)
+                offsets, shape = _checked_place(tensor_name, place, sizes)
+                stored = self._tensors.setdefault(tensor_name, StoredTensor(dtype, shape, {}))
                 # The same box in two files is a copy: one of them is read.
                 part = stored.parts.setdefault(offsets, StoredPart(name, offsets, sizes))
                 if (stored.dtype, stored.shape, part.sizes) != (dtype, shape, sizes):
-                    raise ValueError(f"{tensor} has parts of other dtypes or shapes")
-            for alias, tensor in metadata.items():
+                    raise ValueError(f"{tensor_name} has parts of other dtypes or shapes")
+            for alias, tensor_name in metadata.items():
                 if alias not in TORCH_KEYS:
-                    self.tied[alias] = tensor
+                    self.tied[alias] = tensor_name
 
     def check_whole(self) -> None:
         """Raises DamagedCheckpoint unless the parts of each tensor cover it exactly."""
@@ -294,10 +294,13 @@ class StoredGroup(Mapping[str, Tensor]):
                 problem = f"the parts of {name} do not make a whole"
                 raise self._files.damaged(parts[0].file, problem)
         for alias, name in self.tied.items():
-            if name not in self._tensors or alias in self._tensors:
-                raise DamagedCheckpoint(
-                    f"{self._files.folder.path}: {alias} is tied to {name}, which is not stored"
-                )
+            problem = ""
+            if name not in self._tensors:
+                problem = f"{alias} is tied to {name}, which is not stored"
+            elif alias in self._tensors:
+                problem = f"{alias} is tied to {name} and stored too"
+            if problem:
+                raise DamagedCheckpoint(f"{self._files.folder.path}: {problem}")
 
     def shape(self, name: str) -> Offsets:
         """Returns the shape of the tensor `name`."""

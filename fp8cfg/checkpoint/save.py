@@ -219,9 +219,9 @@ class CheckpointWriter:
         # A bug: raise it, after the exchange, so that no rank hangs.
         if cause is not None and not isinstance(cause, FAILED):
             raise cause
-        for problem, _ in answers:
-            if problem:
-                raise CheckpointError(f"{self._goal}: {problem}") from cause
+        for reported, _ in answers:
+            if reported:
+                raise CheckpointError(f"{self._goal}: {reported}") from cause
         return [result for _, result in answers]
 
     def _check_share(self) -> int:
@@ -301,8 +301,9 @@ def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
         raise ValueError(f"group {group!r} cannot be the name of a file")
     for box in boxes:
         # Tensors are keys of the header next to "__metadata__". Aliases are keys of the metadata.
-        reserved = {"__metadata__"} & {box.name}
-        reserved = reserved or {*TORCH_KEYS, SHARDING} & {*box.aliases}
+        reserved = {*TORCH_KEYS, SHARDING} & {*box.aliases}
+        if box.name == "__metadata__":
+            reserved.add(box.name)
         if reserved:
             raise ValueError(f"{group}: the name {min(reserved)} is reserved")
         tensor = box.tensor

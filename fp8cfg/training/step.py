@@ -386,7 +386,8 @@ def forward_backward(job: Job, microbatch: Microbatch, world: World, is_last: bo
     with job.autocast():
         loss = compute_loss(job, microbatch.tensors)
         # The loss is divided, not the summed gradients. So the size of FP8 gradients does not
-        # depend on the number of microbatches and ranks.
+        # depend on the number of microbatches and ranks. Inside the context, because layers under
+        # activation checkpointing run their forward pass again.
         job.backward(loss, microbatch.num_shares)
     count_traffic(job, len(microbatch.tensors[0]), world)
     return loss.detach()
