@@ -92,8 +92,7 @@ def converted(model: nn.Module, scaling: str, fp8_params: bool) -> nn.Module:
 
 def compiled(model: nn.Module) -> None:
     torch._dynamo.reset()
-    precision = fp8cfg.compose(["precision=bf16_fp8"]).precision
-    model.compile(fullgraph=True, dynamic=False, options=compile_options(precision, "cuda"))
+    model.compile(fullgraph=True, dynamic=False, options=compile_options("cuda"))
 
 
 def passes(model: nn.Module, x: Tensor, dy: Tensor, *rest: Tensor) -> Parts:

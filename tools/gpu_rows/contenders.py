@@ -144,7 +144,6 @@ def compile_layers(model: nn.Module, contender: Contender, args: argparse.Namesp
     """Native layers with the options of a run of theirs, others with torch's own."""
     how: dict[str, Any] = {"backend": args.compiler}
     if args.compiler == "inductor" and contender.backend == "native":
-        recipe = fp8cfg.compose(["recipe=llama_tiny", *WORDS[contender.scaling]])
-        how = {"options": compile_options(recipe.precision, args.device)}
+        how = {"options": compile_options(args.device)}
     for module in getattr(model, "layers", [model]):
         module.compile(fullgraph=True, dynamic=False, **how)
