@@ -94,15 +94,20 @@ def run(argv: list[str]) -> int:
 def _split(argv: list[str]) -> Arguments:
     """Splits the arguments into run folder, prompt and options."""
     # `split` would take a prompt with "=" or a leading "+" as an override.
-    prompts, left, after = list[str](), list[str](), ""
+    prompts: list[str] = []
+    option_words: list[str] = []
+    takes_value = False
     options = before_end(argv)
     for word in options:
-        if after or (word.startswith("-") and word != "-"):
-            after = "" if after else word if word in _OPTIONS else ""
-            left.append(word)
+        if takes_value:
+            option_words.append(word)
+            takes_value = False
+        elif word.startswith("-") and word != "-":
+            option_words.append(word)
+            takes_value = word in _OPTIONS
         else:
             prompts.append(word)
-    arguments = split(left, _OPTIONS, ("--chat",))
+    arguments = split(option_words, _OPTIONS, ("--chat",))
     prompts += argv[len(options) + 1 :]
     if len(prompts) != 2:
         raise ConfigError(
