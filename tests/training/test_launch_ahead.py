@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +287,24 @@ def test_a_signal_stops_with_a_checkpoint_that_resumes_to_the_same_losses(
     ahead.undo()
     assert [line["step"] for line in got] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in got] == [s.loss for s in steps(fp8cfg.build(recipe), 6)]
+
+
+def test_a_stop_that_arrives_while_a_save_waits_for_a_launched_step() -> None:
+    """Several ranks read requests with the metrics of steps. The last one read may ask for more."""
+    calls: list[str] = []
+
+    def finish_steps(max_pending: int) -> None:
+        training.requested = loop.Request.STOP
+
+    training: Any = SimpleNamespace(
+        requested=loop.Request.SAVE,
+        world=SimpleNamespace(size=2, apply_timeout=lambda *_: None),
+        _finish_steps=finish_steps,
+        _save_and_interrupt=lambda done: calls.append(f"stop {done}"),
+        _save=lambda done: None,
+    )
+    loop._Training._follow_requests(training, 4)
+    assert calls == ["stop 4"] and training.requested == loop.Request.NONE
 
 
 def test_an_error_of_the_next_step_comes_after_the_record_of_the_one_before(
