@@ -160,6 +160,14 @@ _MEMORY_MESSAGES = re.compile(
 )
 """Messages of torch's allocators, malloc, mmap and the dynamic loader."""
 
+_NO_FRAME = re.compile(
+    "<function .* returned NULL without setting an exception|error return without exception set"
+)
+"""Messages of CPython 3.11 if a call of a Python function found no memory for its frame.
+
+A C function without an exception is a bug of its library. Its message starts with <built-in.
+"""
+
 
 def out_of_memory(error: BaseException) -> str:
     """Returns the message if `error` means that CPU or GPU memory ran out, otherwise ""."""
@@ -170,6 +178,8 @@ def out_of_memory(error: BaseException) -> str:
     # without memory to map it raises ImportError. So the text decides.
     if isinstance(error, RuntimeError | OSError | ImportError):
         is_memory_error = is_memory_error or bool(_MEMORY_MESSAGES.search(str(error)))
+    if isinstance(error, SystemError) and _NO_FRAME.match(str(error)):
+        is_memory_error = True
     if not is_memory_error:
         return ""
     first_line = str(error).strip().partition("\n")[0][:200]
@@ -213,8 +223,6 @@ def report_error(error: BaseException) -> int | None:
     # 128 + SIGINT, as a shell reports it.
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if not isinstance(error, OSError | MemoryError | RuntimeError | ImportError):
-        return None
     message = out_of_memory(error)
     if message:
         # Frees the tensors in its frames, to have memory for the message.
