@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,27 @@ BLOCK = 32 * 1024
 FILE_HEADER = struct.Struct("<4sHB")
 RECORD_HEADER = struct.Struct("<IHB")
 FULL, LAST = 1, 4
+WRITE_SECONDS = 60.0
 
 
-def records(path: Path) -> Iterator[Any]:
-    """Yields the protobuf records of a file, in order."""
+def records(path: Path) -> list[Any]:
+    """Returns the protobuf records of a finished run, in order.
+
+    `run.finish()` does not wait for the file: it returns when wandb-core has got the exit record,
+    and wandb-core writes its buffered records afterwards. So this waits for the exit record, the
+    last one.
+    """
+    deadline = time.monotonic() + WRITE_SECONDS
+    while True:
+        found = list(_written_records(path))
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        assert time.monotonic() < deadline, f"{path}: no exit record after {len(found)} records"
+        time.sleep(0.05)
+
+
+def _written_records(path: Path) -> Iterator[Any]:
+    """Yields the records that are written so far."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = path.read_bytes()
@@ -34,6 +52,8 @@ def records(path: Path) -> Iterator[Any]:
             continue
         checksum, length, kind = RECORD_HEADER.unpack_from(data, at)
         at += RECORD_HEADER.size
+        if at + length > len(data):
+            return
         part = data[at : at + length]
         assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == checksum
         at += length
