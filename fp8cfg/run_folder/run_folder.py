@@ -110,19 +110,20 @@ def _lock(file: FileIO) -> None:
     """Locks a file. Raises OSError if another process keeps it locked.
 
     To check for a running process, a reader takes a shared lock for some microseconds (status.py).
-    So a few tries follow before the error.
+    A shared lock fails only while a run holds the lock, so then there is no other try.
     """
     for _ in range(LOCK_TRIES - 1):
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:
-            time.sleep(LOCK_PAUSE)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(LOCK_PAUSE)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-LOCK_TRIES = 10
-"""Number of tries to lock a run folder."""
+LOCK_TRIES = 1000
+"""Number of tries to lock a run folder while readers check the lock."""
 LOCK_PAUSE = 0.01
 """Seconds between two tries."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
