@@ -141,7 +141,7 @@ def from_documents(
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     # An empty document still has its end token.
     if lengths.sum() == len(pieces):
-        raise DataError(f"{description or name}: empty, there is no text in it")
+        raise _empty(description or name)
     tokens = np.concatenate(pieces)
     tokens.flags.writeable = False
     starts = np.cumsum(lengths) - lengths
@@ -320,24 +320,7 @@ def documents(
 
 
 def source_files(name: str, path: str) -> list[Path]:
-    """Returns the files of a text or table source. Other sources return an empty list.
-
-    Args:
-        name: Name of the source.
-        path: File, folder or pattern.
-
-    Raises:
-        DataError: No such file.
-    """
-    if name == "text":
-        return text_files(Path(path))[0]
-    if name in SUFFIXES:
-        return table_files(name, path)[0]
-    return []
-
-
-def require_source(name: str, path: str) -> None:
-    """Checks that the files of a source exist, without reading them.
+    """Returns the files of a source, without reading them. For a saved dataset, its folder.
 
     Args:
         name: Name of the source.
@@ -346,12 +329,16 @@ def require_source(name: str, path: str) -> None:
     Raises:
         DataError: A file is missing.
     """
+    if name == "chat":
+        name = kind_of(path)
+    if name == "text":
+        return text_files(Path(path))[0]
+    if name in SUFFIXES:
+        return table_files(name, path)[0]
     if name == "tokens":
-        required_prefix(path)
-    elif name == "chat":
-        require_source(kind_of(path), path)
-    elif not source_files(name, path):
-        require(Path(path))
+        return [Path(f"{required_prefix(path)}.bin")]
+    require(Path(path))
+    return [Path(path)]
 
 
 def load_corpus(
@@ -397,6 +384,11 @@ class _CountedTexts:
         for text in self.texts:
             self.num_documents += 1
             yield text
+
+
+def _empty(source: str) -> DataError:
+    """Returns the error for a source without text."""
+    return DataError(f"{source}: empty, there is no text in it")
 
 
 def _unknown(name: str) -> DataError:
@@ -460,12 +452,13 @@ def prepare(
         tokenizer: The tokenizer.
 
     Raises:
-        DataError: The files exist already, or the source cannot be read.
+        DataError: A file exists already, the source cannot be read, or it has no text.
         OSError: The files cannot be written.
     """
     result = Prepared(prefix_of(out))
-    if os.path.lexists(f"{result.path}.idx"):
-        raise DataError(f"{result.path}.idx: exists already; name another, or remove it")
+    for ending in (".idx", ".bin"):
+        if os.path.lexists(f"{result.path}{ending}"):
+            raise DataError(f"{result.path}{ending}: exists already; name another, or remove it")
     source = documents(name, path, text_key)
     result.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -475,6 +468,8 @@ def prepare(
             result.tokens += len(tokens)
             result.documents += 1
             yield tokens
+        if result.tokens == result.documents:  # only end tokens
+            raise _empty(source.what)
 
     write_indexed(result.path, count_documents(), tokenizer.size)
     return result

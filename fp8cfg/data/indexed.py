@@ -229,11 +229,20 @@ def write_indexed(
         The prefix.
 
     Raises:
-        DataError: A token is outside the vocabulary, or there is no token.
+        DataError: A token is outside the vocabulary, there is no token, or another process writes
+            these files.
     """
     prefix = prefix_of(path)
     code = 8 if vocab_size < 65_500 else 4
     waiting = {ending: Path(f"{prefix}{ending}.tmp") for ending in (".bin", ".idx")}
+    # Two processes in one file would mix their tokens, and the result would pass all checks.
+    try:
+        waiting[".bin"].touch(exist_ok=False)
+    except FileExistsError:
+        raise DataError(
+            f"{waiting['.bin']}: exists already; another process writes it, or was killed: wait, or"
+            " remove it"
+        ) from None
     try:
         lengths = _write_tokens(waiting[".bin"], documents, vocab_size, np.dtype(DTYPES[code]))
         _write_index(waiting[".idx"], lengths, code)
@@ -267,7 +276,7 @@ def _write_tokens(
             file.write(tokens.astype(dtype).tobytes())
             lengths.append(tokens.size)
     if sum(lengths) == 0:
-        raise DataError(f"{path}: no token to write")
+        raise DataError(f"{path.with_suffix('')}: no token to write")
     return np.array(lengths, dtype=np.int64)
 
 

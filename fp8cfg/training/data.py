@@ -20,7 +20,7 @@ from fp8cfg.data import (
     split,
 )
 from fp8cfg.data.chat import Conversations, load_conversations
-from fp8cfg.data.corpus import require_source, source_files
+from fp8cfg.data.corpus import source_files
 from fp8cfg.data.files import require
 from fp8cfg.data.samples import Mixture
 from fp8cfg.data.stream import Shards, Stream, StreamBatches
@@ -101,7 +101,7 @@ def refuse_absent(recipe: Recipe) -> None:
     try:
         for path in paths:
             if path:
-                require_source(data.name, path)
+                source_files(data.name, path)
     except DataError as error:
         raise ConfigError(f"data={data.name}: {error}") from None
 

@@ -57,6 +57,47 @@ def test_what_is_there_is_not_written_over(source: str, tmp_path: Path) -> None:
         prepare(tmp_path / "out.idx", "jsonl", source, "text", BYTES)
 
 
+def test_a_file_of_something_else_is_not_written_over(source: str, tmp_path: Path) -> None:
+    weights = tmp_path / "pytorch_model.bin"
+    weights.write_text("weights")
+    with pytest.raises(DataError, match=r"pytorch_model.bin: exists already"):
+        prepare(tmp_path / "pytorch_model", "jsonl", source, "text", BYTES)
+    assert weights.read_text() == "weights"
+
+
+def test_two_processes_do_not_write_the_same_files(source: str, tmp_path: Path) -> None:
+    class Meanwhile:
+        """A tokenizer during whose work another process begins."""
+
+        size, eos = 257, 256
+        is_first = True
+
+        def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+            if self.is_first:
+                self.is_first = False
+                with pytest.raises(
+                    DataError, match=r"out.bin.tmp: exists already; another process"
+                ):
+                    prepare(tmp_path / "out", "tiny", None, "text", BYTES)
+            return BYTES.encode(texts)
+
+    made = prepare(tmp_path / "out", "jsonl", source, "text", Meanwhile())
+    assert read_indexed(made.path).tokens.tolist() == load_corpus("jsonl", source).tokens.tolist()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx"]
+
+
+def test_an_empty_source_is_refused_as_in_a_run(tmp_path: Path) -> None:
+    source = tmp_path / "empty.jsonl"
+    source.write_text('{"text": ""}\n')
+    for refused in (
+        lambda: prepare(tmp_path / "out", "jsonl", str(source), "text", BYTES),
+        lambda: load_corpus("jsonl", str(source)),
+    ):
+        with pytest.raises(DataError, match=r"^'text' of .*empty.jsonl: empty, there is no text"):
+            refused()
+    assert list(tmp_path.iterdir()) == [source]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
 def test_what_is_interrupted_leaves_nothing(
     error: type[BaseException], source: str, tmp_path: Path

@@ -170,6 +170,25 @@ def test_token_files_train_on_the_batches_of_their_source(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name"), [("tokens", "tokens"), ("chat", "talk.jsonl"), ("text", "talk.txt")]
+)
+def test_training_files_are_not_validated_on(kind: str, name: str, tmp_path: Path) -> None:
+    row = {"prompt": "1?" * 40, "completion": "one"}
+    (tmp_path / "talk.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    (tmp_path / "talk.txt").write_text("1? one " * 200)
+    prepare(tmp_path / "tokens", "text", str(tmp_path / "talk.txt"), "text", BYTES)
+    words = (
+        f"data={kind}",
+        f"data.path={tmp_path}/{name}",
+        f"data.validation_path={tmp_path}/{name}",
+    )
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"validation_path: .* is also a file of data.path"
+    ):
+        run_data(small(*words))
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (
