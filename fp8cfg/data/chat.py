@@ -292,6 +292,12 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
             raise DataError(
                 f"{place}: prompt and completion are lists; write them as one list under 'messages'"
             )
+        for key in ("system", "tools"):
+            if row.get(key):
+                raise DataError(
+                    f"{place}: {key!r} has no effect next to 'prompt' and 'completion'; write the"
+                    " row as 'messages'"
+                )
         prompt, completion = (text_of(place, row, key) for key in ("prompt", "completion"))
         # Tokenized together, so that no token border is forced. A token across it is learned.
         tokens, learned = _learned(
@@ -660,11 +666,11 @@ def _encode_rows(
     left_out = LeftOut()
     for number, (place, row) in enumerate(rows):
         ids, learned = encode_row(place, row, tokenizer)
-        cut += len(ids) > seq_length + 1
         # The first token is never a target, because no token comes before it.
         if learned[1 : seq_length + 1].any():
             encoded.append((ids[: seq_length + 1], learned[: seq_length + 1]))
             numbers.append(number)
+            cut += len(ids) > seq_length + 1
         elif learned[1:].any():
             left_out.add(f"whose answers begin after model.seq_length={seq_length}", place)
         else:

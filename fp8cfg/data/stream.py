@@ -189,8 +189,6 @@ class Stream:
     ) -> None:
         self.shards, self.tokenizer, self.seq_length = shards, tokenizer, seq_length
         self._held, self._eod, self._end = held, eod, end
-        self.skipped_rows = 0
-        self.last_skipped = ""
         self.restart(0, Cursor())
 
     @property
@@ -251,6 +249,9 @@ class Stream:
                 f"cannot resume: shard={cursor.shard} of the checkpoint is not one of"
                 f" {len(self.shards.paths)}"
             )
+        # The rows behind this position are read, and counted, again.
+        self.skipped_rows = 0
+        self.last_skipped = ""
         self._origin = self._first, _ = number, cursor
         self._windows = deque[tuple[np.ndarray, Cursor]]()
         self._ahead = self._cut(cursor)

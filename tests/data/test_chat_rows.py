@@ -96,6 +96,13 @@ def test_the_system_text_of_a_row_comes_first() -> None:
         encode_row("row", {"messages": both, "system": "b"}, BYTES)
 
 
+@pytest.mark.parametrize("key", ["system", "tools"])
+def test_a_prompt_with_a_completion_loses_no_other_text(key: str) -> None:
+    row = {"prompt": "1?", "completion": "one", key: "Be brief."}
+    with pytest.raises(DataError, match=f"'{key}' has no effect next to 'prompt'"):
+        texts(row, BYTES)
+
+
 def test_rows_of_sharegpt_and_alpaca_are_conversations() -> None:
     want = texts({"messages": TALK[:2]}, BYTES)
     turns = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "one"}]
@@ -124,7 +131,7 @@ def test_rows_that_are_left_out_are_counted_by_reason(tmp_path: Path) -> None:
     samples = load_conversations(str(path), BYTES, 100)
     assert len(samples) == 1
     assert samples.description == (
-        f"1 conversations of {path}, 1 longer than seq_length=100 were cut, left out:"
+        f"1 conversations of {path}, left out:"
         f" 2 without a message of role assistant (first: {path}:2 has user and critic),"
         f" 1 whose answers begin after model.seq_length=100 (first: {path}:3),"
         f" 1 whose answers are empty or have weight 0 (first: {path}:4)"

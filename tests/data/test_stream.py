@@ -192,6 +192,9 @@ def test_a_row_without_text_is_skipped_unless_it_is_the_first(
     assert windows(read, 4) == windows(want, 4)
     assert read.skipped_rows == 1
     assert re.search(says, read.last_skipped) and "\n" not in read.last_skipped
+    windows(read, 1, 40)  # the first windows are no longer in memory then
+    windows(read, 1)
+    assert read.skipped_rows == 1
     resumed = stream(tmp_path / "000.jsonl")
     resumed.restart(3, read.cursor(3))
     assert windows(resumed, 1, 3) == windows(want, 1, 3)
