@@ -51,7 +51,6 @@ from fp8cfg.planning.attention_memory import (
     attention_window,
     gathered_key_bytes,
     mask_bytes,
-    score_bytes,
 )
 from fp8cfg.planning.fsdp_memory import BackwardSchedule
 from fp8cfg.planning.layer_plan import attention_plan
@@ -201,8 +200,11 @@ def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer
     for index, number in enumerate(sizes.part.layers):
         layer_linears = linears[4 * index : 4 * index + 4]
         runs_fp8_attention = number in fp8_attention
-        gemms = tuple((linear.gemms, sizes.adapter_counts[linear.name]) for linear in layer_linears)
-        key = (runs_fp8_attention, attention_window(sizes, number), gemms)
+        backward = tuple(
+            (linear.gemms, linear.left_out, sizes.adapter_counts[linear.name])
+            for linear in layer_linears
+        )
+        key = (runs_fp8_attention, attention_window(sizes, number), backward)
         if key not in distinct:
             distinct[key] = _Layer(sizes, layer_linears, number, runs_fp8_attention)
         layers.append(distinct[key])
@@ -252,16 +254,16 @@ def _layer_moments(
     """
     recomputes_layers = sizes.recipe.model.recompute_granularity == "full"
     residual = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
-    widest: dict[Hashable, float] = {}
+    widest: dict[_Layer, float] = {}
     for group, layer in enumerate(reversed(layers)):
-        if layer.kind not in widest:
+        if layer not in widest:
             moments = list(layer.backward_moments())
             recomputed = 0.0
             if recomputes_layers:
                 recomputed = layer.kept_bytes - sizes.shared_input_bytes * sizes.tokens
                 moments += layer.recompute_moments()
-            widest[layer.kind] = recomputed + max(moments)
-        yield _Moment(widest[layer.kind] - freed, schedule.during_backward(group))
+            widest[layer] = recomputed + max(moments)
+        yield _Moment(widest[layer] - freed, schedule.during_backward(group))
         if recomputes_layers:
             freed += residual
         else:
@@ -276,7 +278,6 @@ class _Layer:
     """One Transformer layer.
 
     Attributes:
-        kind: Key for equal backward passes.
         runs_fp8_attention: Whether attention runs in FP8.
         kept_per_token: Bytes per token kept by forward.
         quantized_weights: Bytes of quantized weights kept by forward.
@@ -301,8 +302,6 @@ class _Layer:
         self.sizes = sizes
         self.runs_fp8_attention = runs_fp8_attention
         qkv, proj, self.fc1, self.fc2 = linears
-        gemms = tuple(linear.gemms for linear in linears)
-        self.kind = (runs_fp8_attention, score_bytes(sizes, number), gemms)
         self.fc1_input = sizes.input_bytes(self.fc1, sizes.hidden)
         self.fc2_input = sizes.input_bytes(self.fc2, sizes.mlp_channels)
         attention = attention_bytes(sizes, proj, number, runs_fp8_attention)

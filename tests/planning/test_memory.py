@@ -241,6 +241,15 @@ def test_selective_recomputation_keeps_what_was_planned(recipe: str) -> None:
     assert found["after forward"][1] < 0.8 * plain["after forward"][1]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_before_and_after_the_first_adapter_differ(recompute: str) -> None:
+    """Only the layers after it keep activations. In BF16 all of them have the same GEMM formats."""
+    words = ["precision=bf16", "lora.enabled=true", "lora.targets=[layers.1.*]"]
+    recipe = small(*words, "model.num_layers=4", f"model.recompute_granularity={recompute}")
+    planned, measured = measure_memory(recipe)["peak"]
+    assert planned == pytest.approx(measured, rel=BOUNDS["peak"])
+
+
 def tiny(*words: str) -> Recipe:
     return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", *words])
 
