@@ -194,7 +194,7 @@ def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout
     """Reads a checkpoint into a model, one full parameter at a time.
 
     Args:
-        model: A Transformer. Ranks with parts of parameters load their parts.
+        model: A Transformer or a pipeline stage. Ranks with parts of parameters load their parts.
         config: The model's shapes.
         folder: The checkpoint.
         layout: The family's layout.
@@ -206,6 +206,8 @@ def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout
     parameters = dict(model.named_parameters())
     shards: Mapping[str, TensorShard] = getattr(model, "shards", {})
     for name in parameter_shapes(config):
+        if name not in parameters:  # on another pipeline stage
+            continue
         tensor = read_parameter(name)
         for part, offset in local_parts(parameters[name], shards.get(name)):
             if part.numel():

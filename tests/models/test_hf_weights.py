@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,13 +19,17 @@ from fp8cfg.models import (
     TransformerConfig,
 )
 from fp8cfg.models.hf_checkpoint import (
+    LLAMA,
+    Layout,
     from_hf,
+    load,
     to_hf,
 )
 from fp8cfg.models.transformer import (
     Transformer,
     positions_in_documents,
 )
+from fp8cfg.parallel.pipeline import keep_stage
 
 # Small contexts, so that 16 to 64 positions see the low, the blended and the high band of the scaling.
 SCALING = RopeScaling(
@@ -218,6 +225,23 @@ def test_tied_head_may_be_absent_but_not_different() -> None:
     assert loaded["output_layer.weight"] is loaded["embedding.weight"]
     with pytest.raises(ValueError, match=r"lm_head.weight differs"):
         from_hf({**given, "lm_head.weight": given["model.embed_tokens.weight"] + 1}, config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_stages_read_their_layers(tied: bool, tmp_path: Path) -> None:
+    config = tiny(tie_embeddings=tied)
+    full = Transformer(config)
+    full.init_weights(1)
+    save_file(to_hf(full.state_dict(), config), tmp_path / "model.safetensors")
+    for rank in (0, 1):
+        place = SimpleNamespace(
+            chunks=[range(rank, rank + 1)], is_first=rank == 0, is_last=rank == 1
+        )
+        stage = Transformer(config)
+        keep_stage(stage, place)
+        load(stage, config, tmp_path, Layout(LLAMA))
+        for name, parameter in stage.state_dict().items():
+            assert torch.equal(parameter, full.state_dict()[name]), name
 
 
 def test_frequency_buffers_of_llama_2_are_ignored() -> None:
