@@ -35,6 +35,8 @@ DTYPES = {
 CHUNK = 1 << 26
 """Bytes of a tensor that are copied to the CPU at a time."""
 BLOCK, E4M3_MAX = 128, 448.0
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Smaller scales could be 0, and weights divided by them NaN."""
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a file, about."""
 Weight = tuple[Tensor, Tensor | None]
@@ -173,7 +175,8 @@ def _quantize_tensor(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tens
         scale_inv = scale.reshape(()).float()
     else:
         amax = torch.stack([band.abs().amax() for band in bands]).amax()
-        scale_inv = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+        scale_inv = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale_inv = torch.where(amax > 0, scale_inv, 1.0)
     return torch.cat([_cast_to_e4m3(band / scale_inv) for band in bands]), scale_inv
 
 
@@ -194,7 +197,8 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
         padded = F.pad(band, (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
         blocks = padded.reshape(1, BLOCK, -1, BLOCK)  # [1, 128, column blocks, 128]
         amax = blocks.abs().amax((1, 3))
-        scale = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))
+        smallest = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale = torch.exp2(torch.ceil(torch.log2(smallest)))  # rounded up to a power of two
         scale = torch.where(amax > 0, scale, torch.ones_like(scale))  # [1, column blocks]
         scaled = (blocks / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)
         data.append(_cast_to_e4m3(scaled[:num_rows, :num_columns]))

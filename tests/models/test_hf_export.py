@@ -193,6 +193,17 @@ def test_files_are_safetensors_own(fp8: str | None, tmp_path: Path) -> None:
         assert same_bytes(file, load_file(file), tmp_path / "again")
 
 
+def test_tiny_weights_do_not_become_nan() -> None:
+    """Below about 1e-42 the scale of a block would be 0."""
+    weight = torch.zeros(128, 256)
+    weight[0, 0] = 1e-43
+    for data, scale in (
+        hf_export._quantize_blocks(weight),
+        hf_export._quantize_tensor(weight, None),
+    ):
+        assert not data.float().any() and (scale > 0).all()
+
+
 def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
