@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from fp8cfg.composition import to_yaml
+from fp8cfg.composition.overrides import quoted
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, NotWritable, folder_taken
 from fp8cfg.schema.new_folder import make_new_folder
 from fp8cfg.schema.recipe import Recipe
@@ -60,8 +61,9 @@ class Command:
     def words(self) -> list[str]:
         """Returns the arguments as a list, for a process."""
         # Hydra's override grammar needs the quotes for paths with special characters.
+        folder = quoted(str(self.folder))
         # log.resume=auto makes a restart continue the run.
-        return [str(self.folder / REQUEST), f"log.folder='{self.folder}'", "log.resume=auto"]
+        return [str(self.folder / REQUEST), f"log.folder={folder}", "log.resume=auto"]
 
 
 @runtime_checkable
@@ -277,27 +279,28 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     # Parents that do not exist yet are removed again if the run does not start.
     new_parents = [path for path in (parent, *parent.parents) if not path.exists()]
     try:
-        path = _write_request(recipe, chosen_folder)
+        path, old_request = _write_request(recipe, chosen_folder)
     except OSError as error:
         raise NotWritable(
             f"{chosen_folder or recipe.log.dir}: cannot be written ({error.strerror or error})"
         ) from None
     trainer = recipe.trainer
     command = Command(path, ranks=trainer.devices, nodes=trainer.num_nodes, smoke=trainer.smoke)
+    had_started = (path / STARTED).exists()
     try:
         code = chosen.execute(command)
     except ConfigError:
-        _remove_request(path, new_parents)
+        _undo_request(path, old_request, new_parents)
         raise
-    # The command itself rejected the recipe and did not start a run.
-    if code == ConfigError.exit_code and not (path / STARTED).exists():
-        _remove_request(path, new_parents)
+    # The command itself rejected the recipe and neither started nor continued a run.
+    if code == ConfigError.exit_code and (had_started or not (path / STARTED).exists()):
+        _undo_request(path, old_request, new_parents)
     if code:
         raise RunFailed(path, code)
     return Execution(path, code)
 
 
-def _write_request(recipe: Recipe, folder: str | Path | None) -> Path:
+def _write_request(recipe: Recipe, folder: str | Path | None) -> tuple[Path, bytes | None]:
     """Creates the run folder and writes the requested recipe into it.
 
     Args:
@@ -305,7 +308,7 @@ def _write_request(recipe: Recipe, folder: str | Path | None) -> Path:
         folder: The folder. Defaults to a new one under log.dir.
 
     Returns:
-        The absolute path of the run folder.
+        The absolute path of the run folder, and its earlier request, None if it had none.
 
     Raises:
         ConfigError: The folder has a run, and log.resume=never.
@@ -318,13 +321,28 @@ def _write_request(recipe: Recipe, folder: str | Path | None) -> Path:
     if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(folder_taken(str(path)))
     path.mkdir(parents=True, exist_ok=True)
-    (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
-    return path
+    request = path / REQUEST
+    old_request = None
+    if request.exists():
+        old_request = request.read_bytes()
+    request.write_text(to_yaml(recipe), encoding="utf-8")
+    return path, old_request
 
 
-def _remove_request(path: Path, new_parents: Sequence[Path]) -> None:
-    """Deletes the request of a run that did not start, then its empty folder and parents."""
-    (path / REQUEST).unlink()
+def _undo_request(path: Path, old_request: bytes | None, new_parents: Sequence[Path]) -> None:
+    """Restores the earlier request of a folder, or removes what a new one has created.
+
+    Args:
+        path: The run folder.
+        old_request: The earlier request. A job that waits for a restart reads it. None if there
+            was none.
+        new_parents: Parents that did not exist before. They are deleted if they are empty.
+    """
+    request = path / REQUEST
+    if old_request is not None:
+        request.write_bytes(old_request)
+        return
+    request.unlink()
     # rmdir raises for a folder that is not empty, which ends the loop.
     with contextlib.suppress(OSError):
         for folder in (path, *new_parents):

@@ -8,6 +8,7 @@ restarted job resumes its run folder.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.composition.overrides import quoted
 from fp8cfg.execution.executor import RANK_VARIABLES, REQUEUE, Command, child_environment
 from fp8cfg.schema.errors import ConfigError, did_you_mean, nearest, refuse_if
 
@@ -156,6 +158,8 @@ if [ $code -eq {code} ]; then
 fi
 exit $code
 """
+_UNQUOTED_PATH = re.compile(r"[\w./-]+", re.ASCII)
+"""Paths that Hydra's override grammar takes without quotes."""
 _NO_SETUP = """\
 # The job has the environment of the shell that runs sbatch. For another one, pass
 # --slurm setup="source ENV/bin/activate" or container-image=IMAGE to fp8cfg export slurm."""
@@ -196,7 +200,10 @@ def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, 
     overrides = list(words)
     if not recipe.log.folder:
         # A folder with a time stamp would change at each restart, so the folder is fixed.
-        overrides.append(f"log.folder={recipe.log.dir}/{recipe.name}")
+        folder = f"{recipe.log.dir}/{recipe.name}"
+        if not _UNQUOTED_PATH.fullmatch(folder):
+            folder = quoted(folder)
+        overrides.append(f"log.folder={folder}")
     if recipe.log.resume != "auto":
         overrides.append("log.resume=auto")
     return _SCRIPT.format(

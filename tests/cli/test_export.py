@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -413,6 +414,12 @@ def test_a_batch_script_has_a_line_for_each_setting(capsys: pytest.CaptureFixtur
     assert [line for line in named.splitlines() if "output" in line] == [
         "#SBATCH --output=logs/%x.txt"
     ]
+
+
+def test_a_batch_script_quotes_its_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "export", "slurm", 'log.dir="a,b"')
+    command = script.partition("' fp8cfg \\\n")[2].partition("code=$?")[0]
+    assert fp8cfg.compose(shlex.split(command)).log.folder == "a,b/llama_tiny"
 
 
 def test_a_batch_script_sets_up_an_environment_or_a_container(

@@ -56,7 +56,7 @@ def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
     )
     file, *words = command.words()
     assert fp8cfg.from_yaml(Path(file)) == recipe and words == [
-        f"log.folder='{done.folder}'",
+        f'log.folder="{done.folder}"',
         "log.resume=auto",
     ]
     (done.folder / "recipe.yaml").write_text("")
@@ -73,6 +73,39 @@ def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="the run ended with exit code 3") as e:
         fp8cfg.run(recipe, Recorded(3), tmp_path / "three")
     assert e.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "b"', "a\\'b", "a, b=1"])
+def test_a_folder_of_any_name_is_the_commands(name: str, tmp_path: Path) -> None:
+    file, *words = Command(tmp_path / name).words()
+    composed = fp8cfg.compose(["recipe=llama_tiny", *words])
+    assert file == f"{tmp_path / name}/request.yaml"
+    assert composed.log.folder == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_rejected_run_keeps_the_request_of_a_job_in_the_queue(
+    started: bool, tmp_path: Path
+) -> None:
+    """A job that waits in a queue, or is requeued, reads it again."""
+    folder = tmp_path / "run"
+    fp8cfg.run(tiny(tmp_path), Recorded(None), folder)
+    request = (folder / "request.yaml").read_bytes()
+    if started:
+        (folder / "recipe.yaml").write_text("")
+    other = tiny(
+        tmp_path,
+        "trainer.num_nodes=2",
+        "trainer.micro_batch_size=1",
+        "log.resume=auto",
+        f"log.folder={folder}",
+    )
+    with pytest.raises(fp8cfg.ConfigError, match="TorchrunExecutor has one machine"):
+        fp8cfg.run(other, fp8cfg.TorchrunExecutor())
+    assert (folder / "request.yaml").read_bytes() == request
+    with pytest.raises(RunFailed):
+        fp8cfg.run(other, Recorded(2))
+    assert (folder / "request.yaml").read_bytes() == request
 
 
 def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
