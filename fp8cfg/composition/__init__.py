@@ -55,7 +55,7 @@ def compose(
     if base is not None and file is not None:
         raise ConfigError("compose: file and base are two recipes; remove one of them")
     library = Library(Path(config_dir) if config_dir else None)
-    path = Path(file) if file else None
+    path = None if file is None else Path(file)
     return _checked(composed(arguments, library, path, base, on_ranks=True))
 
 

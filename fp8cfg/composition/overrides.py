@@ -91,7 +91,7 @@ def quoted(text: str) -> str:
 
 
 # Common mistakes: {key=value}, and "key=1, other=2" as one argument.
-_KEY_IN_BRACES = re.compile(r"(?<=[{,])(\w+)=")
+_KEY_IN_BRACES = re.compile(r"(?<=[{,])(\s*\w+)=")
 _SEVERAL_ARGUMENTS = re.compile(r",\s*(?=[\w.]+=)")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
 # Straight quotes, and typographic quotes from editors and web pages.
@@ -105,7 +105,7 @@ def malformed(argument: str) -> str:
     if equals:
         hint = _mistake(argument, key, value)
         if not hint:
-            hint = "not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'"
+            hint = "not of the form key=value; quote a value with special characters, as in 'log.dir=\"a b\"'"
         return f"{argument}: {hint}"
     if argument in short_keys() or argument in GROUPS:
         example_value = "NAME" if argument in GROUPS else "VALUE"
@@ -131,12 +131,13 @@ def _mistake(argument: str, key: str, value: str) -> str:
             if not character.isascii() and character.isprintable():
                 return (
                     f"{character!r} cannot be part of a key or a number; retype it, or quote a"
-                    " text as in 'name=\"a b\"'"
+                    " text as in 'log.dir=\"a b\"'"
                 )
     if argument[:1] in "'\"":
         return "quoted twice; remove the inner quotes"
-    if " " in argument and all("=" in word for word in argument.split()):
-        return f"several overrides in one; write {' '.join(argument.split())} without quotes"
+    words = [word.rstrip(",") for word in argument.split()]
+    if len(words) > 1 and value[:1] not in ("[", "{") and all("=" in word for word in words):
+        return f"several overrides in one; write {' '.join(words)} without quotes"
     if value.startswith("(") and is_node(full(key)):
         node = fields()[full(key)].annotation
         values = [item.strip() for item in value.strip("()").split(",")]
@@ -195,6 +196,8 @@ def parsed(argument: str) -> tuple[str, Any, str]:
 
 def _sweep_hint(key: str, text: str, argument: str) -> str:
     """Returns the error and its fix for several values in a single run."""
+    if key == "log.dir":  # a sweep has one folder, too
+        return f"takes one folder; quote a name with a comma, as in '{key}=\"a,b\"'"
     is_list = full(key) in fields() and "tuple" in str(fields()[full(key)].annotation)
     if is_list:
         return f"several values are a sweep, but a run takes one; write a list as {key}=[{text}]"
@@ -238,6 +241,8 @@ def override(argument: str) -> HydraOverride:
         raise ConfigError(f"{argument}: Hydra's own settings are not part of a recipe")
     if parse.type is OverrideType.DEL:
         name = key.partition("=")[0]
+        if name not in GROUPS and full(name) not in fields():
+            raise ConfigError(foreign_names.unknown(name, short_keys() | set(GROUPS)))
         raise ConfigError(f"{argument}: keys cannot be removed; set {name} to its default instead")
     # A plus adds a key in Hydra. Here the key exists already, or no key of that name can be added.
     if parse.type is not OverrideType.CHANGE:
@@ -330,7 +335,7 @@ class Overrides:
     """The arguments of a command line, parsed and checked.
 
     Attributes:
-        choices: The last choice of each group. Choices act before settings.
+        choices: The last choice of each group, maybe without a name. Choices act before settings.
         settings: Arguments that set values, in order. The last one of a key wins.
     """
 
@@ -365,9 +370,9 @@ class Overrides:
                 # Report the problems of all arguments at once.
                 problems += error.problems
                 continue
-            if override.name:
+            if override.group:
                 choices[override.group] = override
-            elif override.values:
+            else:
                 values.append(override)
         refuse_if(problems)
         return cls(choices, values)
@@ -412,7 +417,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
         return _choice(location, "precision", value, library)
     if isinstance(value, str) and key in GROUPS:
         return _choice(location, key, value, library)
-    if key in GROUPS and not isinstance(value, dict):
+    if key in GROUPS and not (isinstance(value, dict) and is_node(full(key))):
         hint = did_you_mean(foreign_names.meant(key, value))
         raise ConfigError(f"{argument}: expected the name of a preset{hint}")
     # A node takes no text. It may be the name of a choice in another group.

@@ -115,12 +115,12 @@ def _with_implied_choices(
 ) -> dict[str, Override]:
     """Returns the choice of each group.
 
-    An argument's choice wins over a choice in the file of a task or of a user's group. A missing
-    recipe is the default recipe.
+    An argument's choice wins over a choice in the file of a task or of a user's group, even if it
+    is null. A missing recipe is the default recipe.
     """
     choices = dict(overrides.choices)
     for group, choice in overrides.choices.items():
-        if library.merging_group(group) is None:
+        if not choice.name or library.merging_group(group) is None:
             continue
         location = Location(file=library.file(group, choice.name))
         for key, name in part_of(group, choice.name, library).chosen.items():
@@ -130,9 +130,10 @@ def _with_implied_choices(
                 )
             # Not if an argument chooses in that group.
             choices.setdefault(key, Override(location, key, library.canonical_name(key, name)))
+    named = {group: choice for group, choice in choices.items() if choice.name}
     if not has_recipe:
-        choices.setdefault("recipe", Override(None, "recipe", default_recipe()))
-    return choices
+        named.setdefault("recipe", Override(None, "recipe", default_recipe()))
+    return named
 
 
 def _groups_in_order(choices: Mapping[str, Override]) -> list[str]:

@@ -87,12 +87,13 @@ class Data(Node):
     @pydantic.field_validator("mixture", mode="after")
     @classmethod
     def _check_mixture(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        parts = [{**part, "path": expand_home(part.get("path"))} for part in value]
         problems: list[str] = []
-        for number, part in enumerate(value):
+        for number, part in enumerate(parts):
             problems += _part_problems(f"data.mixture[{number}]", part)
         if problems:
             raise ConfigError(problems)
-        return tuple({"path": part["path"], "weight": part["weight"]} for part in value)
+        return tuple({"path": part["path"], "weight": part["weight"]} for part in parts)
 
 
 def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:

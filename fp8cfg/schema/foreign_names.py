@@ -560,7 +560,7 @@ def unknown_lines(key: str, known: Iterable[str], value: object) -> list[str]:
         or key in DERIVED
         or _nemo_node(key)
         or absence(key)
-        or nearest(key, known, _TYPO_CUTOFF)
+        or _typo_of(key, known)
     )
     has_names = all(isinstance(name, str) for name in keys_inside)
     if has_own_message or not keys_inside or not has_names:
@@ -645,7 +645,7 @@ def _hint(key: str, known: set[str]) -> str:
         suggestion: str | None = same_leaf[0]
     else:
         suggestion = (
-            nearest(key, known, _TYPO_CUTOFF)
+            _typo_of(key, known)
             or _nearest_leaf(leaf, siblings, 0.6)
             or _nearest_leaf(leaf, known, 0.7)
         )
@@ -655,6 +655,11 @@ def _hint(key: str, known: set[str]) -> str:
         names = sorted(name.removeprefix(parent) for name in siblings)
         return f"; {parent[:-1]} has {', '.join(names)}"
     return ""
+
+
+def _typo_of(key: str, known: set[str]) -> str | None:
+    """Returns the key most similar to `key`, or None. The node of `key` is not one of them."""
+    return nearest(key, known - {key.rpartition(".")[0]}, _TYPO_CUTOFF)
 
 
 def _nearest_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:

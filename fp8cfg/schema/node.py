@@ -188,15 +188,22 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
             if isinstance(annotation, type) and isinstance(value, annotation):
                 return as_declared(value, annotation)
             return value
-        if isinstance(value, str):
-            if name in cls.units:
-                return in_unit(value, cls.units[name])
-            # Options match without case: precision=BF16, normalization=rmsnorm.
-            by_lower_case = {option.lower(): option for option in options(annotation)}
-            return by_lower_case.get(value.lower(), value)
-        if isinstance(value, list):
-            return tuple(value)
+        if isinstance(value, str) and name in cls.units:
+            return in_unit(value, cls.units[name])
+        if isinstance(value, list | tuple):
+            return tuple(_canonical_option(item, annotation) for item in value)
+        return _canonical_option(value, annotation)
+
+
+def _canonical_option(value: Any, annotation: Any) -> Any:
+    """Returns the option that `value` spells in any case, such as BF16 or rmsnorm.
+
+    Returns other values as they are.
+    """
+    if not isinstance(value, str):
         return value
+    by_lower_case = {option.lower(): option for option in options(annotation)}
+    return by_lower_case.get(value.lower(), value)
 
 
 def _normalize_number(key: str, annotation: Any, value: float) -> float:
@@ -223,6 +230,9 @@ def _plain_value(value: Any) -> Any:
     """Copies nodes and converts containers and NumPy's numbers to Python's types.
 
     OmegaConf, for one, has its own mapping and sequence types.
+
+    Raises:
+        ConfigError: A key of a mapping is not a string.
     """
     if isinstance(value, Node):
         return value.model_copy(deep=True)
@@ -230,6 +240,9 @@ def _plain_value(value: Any) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{shown_value(value)}: key {key!r} is not a name")
         return {key: _plain_value(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain_value(inner) for inner in value]

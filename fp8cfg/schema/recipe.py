@@ -96,7 +96,7 @@ class Recipe(Node):
 
     @storage.setter
     def storage(self, value: Storage | dict[str, Any] | OptLevel) -> None:
-        # storage=O2 on the command line is short for opt_level=O2.
+        # A level in place of a node, as a name of a preset in place of a precision.
         levels = typing.get_args(OptLevel)
         if isinstance(value, str) and value.upper() in levels:
             self.opt_level = value

@@ -517,7 +517,7 @@ def bad_step_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rejects paths with a name too long for any file system, with a message about their key."""
+    """Rejects paths that no file system can have, with a message about their key."""
     model, data, log = recipe.model, recipe.data, recipe.log
     paths = {
         "log.dir": log.dir,
@@ -531,6 +531,8 @@ def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
     for key, path in paths.items():
         if not path:
             continue
+        if "\0" in path:
+            yield Violation(f"{key}={path!r}", "has a null character; remove it")
         names = path.encode(errors="replace").split(b"/")
         if max(len(name) for name in names) > MAX_NAME_BYTES:
             yield Violation(

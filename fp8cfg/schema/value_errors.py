@@ -103,7 +103,9 @@ def _all_keys(cls: NodeClass) -> frozenset[str]:
 
 
 def shown_value(value: Any) -> str:
-    """Formats a value for a message, in at most 60 characters."""
+    """Formats a value for a message, in at most 60 characters. A node is only named."""
+    if isinstance(value, pydantic.BaseModel):
+        return type(value).__name__
     try:
         text = spelled(value)
     except ValueError:
@@ -160,7 +162,7 @@ def _nearest_option(key: str, value: Any, annotation: Any) -> str:
     """Returns the end of a message about an unknown option: a translation, or the nearest option."""
     ours = foreign_names.meant(key, value)
     if ours is None:
-        return suggest(str(value), options(annotation))
+        return suggest(spelled(value), options(annotation))
     # The option together with other keys: "current fp8.granularity=row".
     if " " in ours:
         return f"; write {key}={ours}"
@@ -180,6 +182,9 @@ def _advice(cls: NodeClass, field: str, kind: str, value: Any) -> str:
     if kind == "bool_type":
         return _advice_for_bool(key, value)
     if kind == "string_type":
+        # An item of a list: the other items are unknown here, so the message cannot write the list.
+        if annotation == tuple[str, ...]:
+            return "; put it in quotes"
         return _advice_for_string(key, value)
     if kind in ("int_type", "float_type"):
         return _advice_for_number(key, value)
@@ -291,14 +296,17 @@ def example(key: str, node: NodeClass, value: Any) -> str:
         pairs = zip(fields, value, strict=True)
         keys = ", ".join(f"{field}: {str(item).lower()}" for field, item in pairs)
         return f"; write '{name}={{{keys}}}'"
-    word = str(value).lower()
+    word = spelled(value).lower()
     if isinstance(value, bool) and "enabled" in fields:
         return f"; write {name}.enabled={word}"
+    # In Python a level can be assigned to recipe.storage.
+    if name == "storage" and word in ("o1", "o2", "o3"):
+        return f"; write opt_level={word.upper()}"
     for field, info in fields.items():
         if word in options(info.annotation):
             return f"; write {name}.{field}={word}"
     if "enabled" in fields:
-        enabled = "false" if word in ("0", "off", "no", "none") else "true"
+        enabled = "false" if word in ("0", "off", "no", "none", "null") else "true"
         return f"; write {name}.enabled={enabled}"
     for field, info in fields.items():
         default = info.get_default(call_default_factory=True)

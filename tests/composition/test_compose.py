@@ -214,6 +214,28 @@ def test_a_folder_of_ones_own(folder: Path) -> None:
     ]
 
 
+def test_the_last_choice_of_a_group_wins_even_if_it_is_null(folder: Path) -> None:
+    (folder / "optim").mkdir()
+    (folder / "optim" / "hot.yaml").write_text("lr: 1e-2\n")
+    (folder / "mode").mkdir()
+    (folder / "mode" / "fast.yaml").write_text(
+        "# @package _global_\ndefaults: [override /precision: bf16_fp8]\n"
+    )
+    for words in (
+        ["recipe=llama_8b", "recipe=null"],
+        ["precision=bf16_fp8", "precision=null"],
+        ["task=lora", "task=null"],
+        ["optim=hot", "optim=null"],
+        ["mode=fast", "precision=null"],
+    ):
+        assert fp8cfg.compose(words, config_dir=folder) == fp8cfg.compose(config_dir=folder), words
+    assert fp8cfg.compose(["precision=null", "precision=bf16_fp8"]).fp8.enabled
+
+
+def test_options_in_a_list_match_without_case() -> None:
+    assert fp8cfg.compose(["log.loggers=[WandB]"]).log.loggers == ("wandb",)
+
+
 def test_a_recipe_file_takes_the_place_of_recipe(folder: Path) -> None:
     file = folder / "recipe" / "my_8b.yaml"
     assert fp8cfg.compose(["fp8.margin=4"], config_dir=folder, file=file).fp8.margin == 4

@@ -52,6 +52,22 @@ TYPED = {
     ): "trainer.strategy.context_parallel_size: a key in braces cannot have a dot; write trainer.strategy.context_parallel_size=2",
     ("trainer=[1]",): "trainer=[1]: expected keys of trainer, as in trainer.num_nodes=1",
     ("optim.betas=[0.9]",): "optim.betas=[0.9]: expected 2 values, got 1",
+    ("fp8.exclude=[1]",): "fp8.exclude=1: expected a string, got int; put it in quotes",
+    (
+        "log.dir=a,b",
+    ): "log.dir=a,b: takes one folder; quote a name with a comma, as in 'log.dir=\"a,b\"'",
+    (
+        "precision.fp8={enabled=true, margin=1}",
+    ): "precision.fp8={enabled=true, margin=1}: use a colon and a space inside braces, as in 'precision.fp8={enabled: true, margin: 1}'",
+    (
+        "fp8.enabled=true, fp8.margin=1",
+    ): "fp8.enabled=true, fp8.margin=1: several overrides in one; write fp8.enabled=true fp8.margin=1 without quotes",
+    ("storage=O2",): "storage=O2: expected keys of storage; write opt_level=O2",
+    ("storage=null",): "storage=null: expected keys of storage, as in storage.weight=auto",
+    ("trainer.compile=null",): "trainer.compile=null: not an option; choose from auto, on, off",
+    ("task={}",): "task={}: expected the name of a preset",
+    ("fp8.x=1",): "fp8.x: no such key",
+    ("~fp8.margi",): "fp8.margi: no such key; did you mean 'fp8.margin'?",
     # empty values
     ("optim.lr=",): "optim.lr=: needs a value",
     ("precision=",): "precision=: needs a name; see fp8cfg list precision",
@@ -89,10 +105,10 @@ TYPED = {
     # signs that only look right
     (
         "precision=“bf16_fp8”",
-    ): "precision=“bf16_fp8”: '“' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
+    ): "precision=“bf16_fp8”: '“' cannot be part of a key or a number; retype it, or quote a text as in 'log.dir=\"a b\"'",
     (
         "trainer.max_steps=\uff11\uff10",
-    ): "trainer.max_steps=\uff11\uff10: '\uff11' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
+    ): "trainer.max_steps=\uff11\uff10: '\uff11' cannot be part of a key or a number; retype it, or quote a text as in 'log.dir=\"a b\"'",
     (
         "log.folder=a€b",
     ): "log.folder=a€b: a text with special characters needs quotes; write 'log.folder=\"a€b\"'",
@@ -107,7 +123,7 @@ TYPED = {
     ): "hydra.run.dir=a=b: a text with special characters needs quotes; write 'hydra.run.dir=\"a=b\"'",
     (
         "hydra/launcher=ü",
-    ): "hydra/launcher=ü: 'ü' cannot be part of a key or a number; retype it, or quote a text as in 'name=\"a b\"'",
+    ): "hydra/launcher=ü: 'ü' cannot be part of a key or a number; retype it, or quote a text as in 'log.dir=\"a b\"'",
     # names
     (
         "recipe=8b",
@@ -178,6 +194,10 @@ ASSIGNED = {
     "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of overrides, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
     "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')": "compose: base: expected a Recipe, got str; pass a name as an override, as in recipe=llama_8b",
     "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is read as YAML text; for a file use from_yaml(Path('mine.yaml'))",
+    "recipe.optim = {1: 2}": "{1: 2}: key 1 is not a name",
+    "recipe.model = fp8cfg.Recipe()": "model=Recipe: expected a mapping of keys, got Recipe",
+    "fp8cfg.compose(file='')": ".: is a folder; expected a file",
+    "fp8cfg.compose(['log.dir=\"a\\0b\"'])": "log.dir='a\\x00b': has a null character; remove it",
     "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of overrides, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
 }
 

@@ -137,7 +137,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("precision", "precision: needs a value, as in precision=NAME"),
     (
         "=1",
-        "=1: not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'",
+        "=1: not of the form key=value; quote a value with special characters, as in 'log.dir=\"a b\"'",
     ),
     (
         "fp8.margin=0,1",
@@ -237,7 +237,7 @@ def test_a_mistake_is_answered_with_these_lines(
         ),
         (
             "name=a\nb",
-            "name=a\\nb: not of the form key=value; quote a value with special characters, as in 'name=\"a b\"'",
+            "name=a\\nb: not of the form key=value; quote a value with special characters, as in 'log.dir=\"a b\"'",
         ),
         ("x" * 5000, f"{'x' * 5000}: no command, recipe file or key=value; fp8cfg --help has them"),
         (

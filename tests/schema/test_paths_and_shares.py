@@ -36,6 +36,14 @@ def test_a_path_below_home_is_expanded(
     assert getattr(getattr(DOORS[door](key, "~/here"), node), name) == "/home/me/here"
 
 
+def test_a_mixture_has_paths_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    data = fp8cfg.Data(
+        mixture=[{"path": "~/a", "weight": 0.7}, {"path": Path("some") / "b", "weight": 0.3}]  # type: ignore[arg-type]
+    )
+    assert [part["path"] for part in data.mixture] == ["/home/me/a", "some/b"]
+
+
 def test_a_path_object_is_text() -> None:
     recipe = fp8cfg.Recipe()
     recipe.data.path = Path("some") / "text"  # type: ignore[assignment]
