@@ -339,9 +339,13 @@ def _resolve_ranks(settings: dict[str, Any]) -> list[str]:
     remarks = []
     has_parallel_sizes = any(settings.get(key, 1) not in (1, "1") for key in _PARALLEL_SIZES)
     if has_parallel_sizes and "num_processes" in settings:
-        machines = parse_int(settings.get("num_machines", 1))
-        processes = parse_int(settings["num_processes"])
-        settings["RANKS"] = (machines, processes // max(machines, 1))
+        machines = _parse_count(settings, "num_machines")
+        processes = _parse_count(settings, "num_processes")
+        if processes % machines:
+            raise ConfigError(
+                f"num_processes={processes}: is not a multiple of num_machines={machines}"
+            )
+        settings["RANKS"] = (machines, processes // machines)
     else:
         # -1 is a placeholder of the launcher.
         launch_settings = [
@@ -357,6 +361,18 @@ def _resolve_ranks(settings: dict[str, Any]) -> list[str]:
             f"{setting}: not read; set storage.shard and trainer.strategy for several ranks"
         )
     return remarks
+
+
+def _parse_count(settings: Values, key: str) -> int:
+    """Returns the number of machines or processes. The default is 1."""
+    setting = settings.get(key, 1)
+    try:
+        count = parse_int(setting)
+    except ValueError as error:
+        raise ConfigError(f"{format_setting(key, setting)}: {error}") from None
+    if count < 1:
+        raise ConfigError(f"{key}={count}: must be at least 1")
+    return count
 
 
 def _list_backend_remarks(settings: Values, backend: str | None) -> list[str]:

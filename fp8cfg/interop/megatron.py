@@ -223,22 +223,34 @@ def apply_model_defaults(settings: dict[str, Any]) -> list[str]:
         return []
     hidden_size = parse_int(settings["hidden_size"])
     ffn_hidden_size = 4 * hidden_size
-    if "swiglu" in settings:
+    if is_on(settings.get("swiglu")):
         # Megatron: int((4 * hidden_size * 2 / 3) / 64) * 64
         ffn_hidden_size = 8 * hidden_size // 3 // 64 * 64
     settings.setdefault("ffn_hidden_size", ffn_hidden_size)
-    if not is_on(settings.get("group_query_attention")):
-        settings["num_query_groups"] = settings["num_attention_heads"]
+    settings.setdefault("num_query_groups", settings["num_attention_heads"])
     settings.setdefault("untie_embeddings_and_output_weights", False)
     settings.setdefault("normalization", "LayerNorm")
     settings.setdefault("position_embedding_type", "learned_absolute")
     settings.setdefault("disable_bias_linear", False)
     if not is_on(settings.get("swiglu")) and not is_on(settings.get("squared_relu")):
         settings["GELU"] = True
-    # With biases in all linear layers, qkv has one anyway.
-    if settings["disable_bias_linear"] is False and settings.pop("add_qkv_bias", False):
-        return ["add_qkv_bias: has no effect without disable_bias_linear"]
+    # With biases in all linear layers, qkv has one anyway. Megatron-LM has the negated switch.
+    has_biases = not is_on(settings["disable_bias_linear"])
+    if "add_bias_linear" in settings:
+        has_biases = is_on(settings["add_bias_linear"])
+    if has_biases and settings.pop("add_qkv_bias", False):
+        return ["add_qkv_bias: has no effect, all linear layers have biases"]
     return []
+
+
+def _drop_query_groups(settings: dict[str, Any]) -> list[str]:
+    """Removes the query groups of a model without group_query_attention, as Megatron-LM does."""
+    if "hidden_size" not in settings or is_on(settings.get("group_query_attention")):
+        return []
+    groups = settings.pop("num_query_groups", 1)
+    if groups in (1, "1"):  # Megatron's default
+        return []
+    return [f"num_query_groups={groups}: has no effect without group_query_attention"]
 
 
 def _list_export_remarks(values: Values) -> list[str]:
@@ -287,6 +299,7 @@ def _write_reduce_in_fp32_under_fp16(values: Values) -> Any:
 
 def _prepare(settings: dict[str, Any]) -> list[str]:
     remarks = drop_inactive_fields(settings, (1, 1), "fp4_format")
+    remarks += _drop_query_groups(settings)
     remarks += apply_model_defaults(settings)
     if not is_on(settings.get("use_precision_aware_optimizer")):
         for key in (*_STATE_KEYS, "main_grads_dtype"):

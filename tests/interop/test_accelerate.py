@@ -529,3 +529,20 @@ def test_the_wizards_own_file(tmp_path: Path) -> None:
         found.unknown,
     ) == (1, 16, "e4m3", ())
     assert found.lost == ("num_processes=8: belongs to the launch; use torchrun's arguments",)
+
+
+@pytest.mark.parametrize(
+    ("counts", "problem"),
+    [
+        ({"num_processes": "x"}, "num_processes=x: expected an integer"),
+        ({"num_processes": 0}, "num_processes=0: must be at least 1"),
+        (
+            {"num_processes": 8, "num_machines": 3},
+            "num_processes=8: is not a multiple of num_machines=3",
+        ),
+    ],
+)
+def test_no_process_is_lost(counts: dict[str, Any], problem: str) -> None:
+    settings = {"mixed_precision": "bf16", "parallelism_config": {"tp_size": 2}, **counts}
+    with pytest.raises(ConfigError, match=f"^Accelerate: {problem}$"):
+        interop.from_mapping("accelerate", settings)

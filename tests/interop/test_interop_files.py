@@ -100,6 +100,11 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
             },
         ),
         (
+            "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --bf16"
+            " --group-query-attention --num-query-groups 2",
+            {"model.num_query_groups": 2, "model.ffn_hidden_size": 512},
+        ),
+        (
             "--num-layers 2 --bf16 --reset-attention-mask --eod-mask-loss",
             {
                 "data.reset_attention_mask": True,
@@ -123,6 +128,19 @@ def test_flags_with_megatrons_own_defaults(flags: str, ours: dict[str, Any]) -> 
         interop.from_words("megatron", flags.split()),
     ):
         assert {k: effective_values(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+def test_query_groups_without_their_switch_are_a_remark() -> None:
+    words = ["--bf16 --num-layers 2 --hidden-size 128 --num-attention-heads 8 --num-query-groups 2"]
+    found = interop.from_words("megatron", words)
+    assert found.recipe.model.num_query_groups == 8
+    assert found.lost == ("num_query_groups=2: has no effect without group_query_attention",)
+
+
+def test_swiglu_that_is_off_has_the_width_of_gelu() -> None:
+    shape = {"bf16": True, "hidden_size": 128, "num_attention_heads": 8, "swiglu": False}
+    model = interop.from_mapping("megatron", shape).recipe.model
+    assert (model.activation, model.ffn_hidden_size) == ("gelu", 512)
 
 
 def test_selective_recomputation_is_of_more_here_and_that_is_said() -> None:

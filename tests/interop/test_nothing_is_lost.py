@@ -115,6 +115,7 @@ def test_a_run_config_of_bridge_is_a_whole_recipe(tmp_path: Path) -> None:
         "fp8.scaling": "current",
         "model.num_layers": 16,
         "model.hidden_size": 2048,
+        "model.num_query_groups": 8,
         "model.activation": "swiglu",
         "model.add_bias_linear": False,
         "model.normalization": "RMSNorm",
@@ -135,6 +136,17 @@ def test_a_run_config_of_bridge_is_a_whole_recipe(tmp_path: Path) -> None:
         for line in found.lost
         if line.endswith(": not read")
     ]
+
+
+def test_biases_of_qkv_only_are_kept(tmp_path: Path) -> None:
+    model = {**BRIDGE["model"], "add_qkv_bias": True}
+    (tmp_path / "qwen.yaml").write_text(yaml.safe_dump({**BRIDGE, "model": model}))
+    found = interop.from_file("bridge", tmp_path / "qwen.yaml")
+    assert found.recipe.model.add_qkv_bias and not found.recipe.model.add_bias_linear
+    model["add_bias_linear"] = True
+    (tmp_path / "qwen.yaml").write_text(yaml.safe_dump({**BRIDGE, "model": model}))
+    found = interop.from_file("bridge", tmp_path / "qwen.yaml")
+    assert "add_qkv_bias: has no effect, all linear layers have biases" in found.lost
 
 
 NEMO_1 = """
@@ -175,6 +187,7 @@ def test_a_file_of_nemo_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "fp8.format": "e4m3",
         "model.seq_length": 512,
         "model.max_position_embeddings": 512,
+        "model.num_query_groups": 4,
         "model.activation": "gelu",
         "model.ffn_hidden_size": 512,
         "trainer.devices": 8,
