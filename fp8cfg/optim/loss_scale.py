@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
@@ -73,7 +73,8 @@ class LossScaler:
                 self.scale = max(self.scale * 0.5, self.min_loss_scale)
             return
         self._good_steps += 1
-        if self._good_steps == self.loss_scale_window:
+        # A resumed run may have a shorter window, and more good steps than that already.
+        if self._good_steps >= self.loss_scale_window:
             self._good_steps = 0
             self._hysteresis_left = self.hysteresis
             self.scale *= 2.0
@@ -92,14 +93,35 @@ class LossScaler:
         Raises:
             ValueError: The names are not the names in `state()`.
         """
-        if state.keys() != self.state().keys():
-            raise ValueError(
-                f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}"
-            )
+        check_loss_scale(self, state)
         if self.loss_scale is None:
             self.scale = float(state["scale"])
             self._good_steps = int(state["growth_tracker"])
             self._hysteresis_left = int(state["hysteresis_tracker"])
+
+
+def check_loss_scale(loss_scaler: LossScaler | None, saved: Mapping[str, object] | None) -> None:
+    """Checks the saved state of a loss scaler before it is loaded.
+
+    Args:
+        loss_scaler: The loss scaler of this run, or None.
+        saved: `state()` of the saved run, or None.
+
+    Raises:
+        ValueError: Only one of the two runs scales the loss, or `saved` has other names.
+    """
+    if (saved is None) != (loss_scaler is None):
+        raise ValueError(
+            "optimizer state: the loss must be scaled by both the saved run and this one, or by"
+            " neither"
+        )
+    if loss_scaler is None or saved is None:
+        return
+    expected = loss_scaler.state()
+    if saved.keys() != expected.keys():
+        raise ValueError(
+            f"not the state of a loss scaler: {sorted(saved)}, expected {sorted(expected)}"
+        )
 
 
 def loss_factors(

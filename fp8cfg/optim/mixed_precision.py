@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.sgd import sgd
 
-from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.loss_scale import LossScaler, check_loss_scale
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.optim.state_dict import (
     NamedOptimizer,
+    check_json,
     collect_json,
     collect_tensors,
     entry_after,
@@ -273,6 +274,19 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self._dropped: set[nn.Parameter] = set()
         self._write_guard = WriteGuard(self.names, "their masters were made", self._separate)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group during construction.
+
+        Raises:
+            ValueError: The optimizer is built already. The new parameters would get no master.
+        """
+        if hasattr(self, "inner"):
+            raise ValueError(
+                "add_param_group: masters are made when the optimizer is built; set requires_grad"
+                " of the parameters before fp8cfg.build"
+            )
+        super().add_param_group(param_group)
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Returns whether this rank keeps the state of `parameter` and steps it."""
         return self._owned is None or self.names[parameter] in self._owned
@@ -402,27 +416,19 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
         Raises:
             ValueError: Names, shapes, dtypes or the inner optimizer differ, or only one side has a
-                loss scale. No tensor was changed.
+                loss scale. Nothing was changed.
         """
         json = from_low_bit(json)
-        if json.keys() != self.state_json().keys():
-            raise ValueError(
-                f"optimizer state: the JSON has {sorted(json)}, expected"
-                f" {sorted(self.state_json())}"
-            )
-        if (json["loss_scale"] is None) != (self.loss_scaler is None):
-            raise ValueError(
-                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
-                " neither"
-            )
-        if self.loss_scaler is not None:
-            self.loss_scaler.load_state(json["loss_scale"])
+        check_json(json, self.state_json())
+        check_loss_scale(self.loss_scaler, json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
         for parameter, name in self.names.items():
             entry = json["state"][name]
             # SGD has no step count. A momentum buffer shows that a parameter was stepped.
             self.counts[parameter] = int(entry.get("step", bool(entry["tensors"])))
         self.steps = int(json["steps"])
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state(json["loss_scale"])
         self._write_guard.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:

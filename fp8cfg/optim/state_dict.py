@@ -51,17 +51,12 @@ def restore(
         masters: Masters by parameter, possibly only of this rank's parameters.
         inner: The inner optimizer.
         tensors: Saved result of `collect_tensors`.
-        json: Saved result of `collect_json`.
+        json: Saved result of `collect_json`, from an optimizer of the same class (`check_json`).
 
     Raises:
         ValueError: The state does not fit. Nothing was changed.
     """
-    if json["optimizer"] != type(inner).__name__:
-        raise ValueError(
-            f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
-        )
     master_of = {names[parameter]: master for parameter, master in masters.items()}
-    check_names("parameters", json["state"].keys(), set(names.values()))
     # With ZeRO a checkpoint has the state of all ranks. Drop the state of other ranks.
     other_prefixes = tuple(f"{name}." for name in json["state"].keys() - master_of.keys())
     tensors = {
@@ -154,6 +149,20 @@ def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Ten
     if group.get("fused") or group.get("capturable"):
         device = master.device
     return torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+def check_json(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raises ValueError if the saved JSON is of another optimizer or of other parameters."""
+    if "optimizer" in saved and saved["optimizer"] != expected["optimizer"]:
+        raise ValueError(
+            f"the saved state is of {saved['optimizer']}, this optimizer is"
+            f" {expected['optimizer']}"
+        )
+    if saved.keys() != expected.keys():
+        raise ValueError(
+            f"optimizer state: the JSON has {sorted(saved)}, expected {sorted(expected)}"
+        )
+    check_names("parameters", saved["state"].keys(), expected["state"].keys())
 
 
 def check_names(kind: str, saved: Set[str], expected: Set[str]) -> None:

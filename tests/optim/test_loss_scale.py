@@ -67,6 +67,17 @@ def test_state_survives_json(before: list[bool], after: list[bool]) -> None:
     assert first.state() == second.state()
 
 
+def test_a_shorter_window_takes_effect_after_a_resume() -> None:
+    before = LossScaler(loss_scale_window=10)
+    for _ in range(6):
+        before.update(False)
+    resumed = LossScaler(loss_scale_window=3)
+    resumed.load_state(before.state())
+    resumed.update(False)
+    assert resumed.scale == 2.0**33
+    assert resumed.state()["growth_tracker"] == 0
+
+
 def test_the_defaults_are_nemos() -> None:
     scaler = LossScaler()
     assert scaler.scale == 4294967296.0

@@ -305,6 +305,28 @@ def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
         assert torch.equal(got, blocks.exp_avg.decode(blocks.exp_avg.encode(want))) and got.any()
 
 
+@pytest.mark.parametrize("saved_in_blocks", [False, True])
+def test_zero_converts_only_its_own_moments(saved_in_blocks: bool) -> None:
+    """Under ZeRO a rank has the JSON of all parameters, and the tensors of its own."""
+    blocks = Columns(exp_avg=CODECS["fp8_block"], exp_avg_sq=CODECS["fp8_block"])
+    saved, target = (blocks, Columns()) if saved_in_blocks else (Columns(), blocks)
+
+    def optimizer_of(columns: Columns, owned: set[str] | None) -> LowBitAdamW:
+        params = {name: nn.Parameter(normal(4, 128)) for name in ("a", "b")}
+        optimizer = LowBitAdamW(params.items(), columns=columns, owned=owned)
+        optimizer.full_columns = {blocks}
+        return optimizer
+
+    before = optimizer_of(saved, None)
+    for p in before.names:
+        p.grad = normal(4, 128)
+    before.step()
+    after = optimizer_of(target, {"a"})
+    after.load_state(before.state_tensors(), before.state_json())
+    assert after.state_json()["state"]["b"]["step"] == 1
+    assert after.state_tensors().keys() == optimizer_of(target, {"a"}).state_tensors().keys()
+
+
 def test_an_empty_shard_has_the_scales_of_the_whole() -> None:
     columns = Columns(exp_avg=CODECS["fp8"], exp_avg_sq=CODECS["fp16_scaled"])
     optimizer = build(columns, parameters(columns, (0, 128)))

@@ -204,3 +204,10 @@ def test_what_cannot_work_is_refused() -> None:
         MixedPrecisionOptimizer([("w", float8)], sgd)
     with pytest.raises(TypeError, match="takes no closure"):
         MixedPrecisionOptimizer([("w", linear.weight)], sgd).step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_a_group_added_after_construction_is_refused() -> None:
+    """Its parameters would have no master, and the next step would fail inside of `zip`."""
+    optimizer = make_optimizer(make_model(torch.bfloat16))
+    with pytest.raises(ValueError, match="add_param_group: masters are made when"):
+        optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.zeros(2)))]})

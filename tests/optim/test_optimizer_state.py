@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8cfg.optim import LossScaler
+from fp8cfg.optim.low_bit.adam import LowBitTrainingAdamW
+from fp8cfg.optim.low_bit.columns import named_columns
+from fp8cfg.optim.mixed_precision import param_groups
 from tests.support.mixed_precision import (
     DTYPES,
     INNER,
@@ -135,6 +138,30 @@ def broken(change: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> No
         state["loss_scale"] = LossScaler().state()
     elif change == "json":
         del state["loss_scale"]
+
+
+def test_a_refused_state_changes_no_loss_scale() -> None:
+    model = make_model(torch.float16)
+    optimizer = make_optimizer(model, loss_scaler=LossScaler())
+    state = optimizer.state_json()
+    state["loss_scale"] = {**state["loss_scale"], "scale": 2.0}
+    with pytest.raises(ValueError, match="tensors missing"):
+        optimizer.load_state({}, state)
+    assert optimizer.loss_scaler is not None
+    assert optimizer.loss_scaler.scale == LossScaler().scale
+
+
+@pytest.mark.parametrize("low_bit", [False, True])
+def test_state_of_another_kind_of_optimizer_is_refused(low_bit: bool) -> None:
+    """A run without low-bit state, and one with it, name both optimizers."""
+    plain = make_optimizer(make_model(torch.float32))
+    columns = named_columns(exp_avg="fp8")
+    groups = param_groups(make_model(torch.float32), 0.1)
+    quantized = LowBitTrainingAdamW([{**group, "columns": columns} for group in groups])
+    saved, target = (quantized, plain) if low_bit else (plain, quantized)
+    message = f"is of {saved.state_json()['optimizer']}, this optimizer is"
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -177,20 +177,12 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             ValueError: The state belongs to another optimizer, or names, shapes or dtypes differ.
                 Nothing was changed.
         """
-        from fp8cfg.optim.state_dict import check_names, check_tensors
+        from fp8cfg.optim.loss_scale import check_loss_scale
+        from fp8cfg.optim.state_dict import check_json, check_tensors
 
         own_tensors = self.state_tensors()
-        if json.get("optimizer") != type(self.inner).__name__:
-            raise ValueError(
-                f"the saved state is of {json.get('optimizer')}, this optimizer is"
-                f" {type(self.inner).__name__}"
-            )
-        if (json["loss_scale"] is None) != (self.loss_scaler is None):
-            raise ValueError(
-                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
-                " neither"
-            )
-        check_names("parameters", json["state"].keys(), set(self.names.values()))
+        check_json(json, self.state_json())
+        check_loss_scale(self.loss_scaler, json["loss_scale"])
         check_tensors(tensors, own_tensors)
         for name, tensor in own_tensors.items():
             tensor.copy_(tensors[name])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.async_copies import copy_to_device
 from fp8cfg.numerics.codecs import EncodedTensor
 from fp8cfg.numerics.formats import StridedStart, random_key
-from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.loss_scale import LossScaler, check_loss_scale
 from fp8cfg.optim.low_bit.adam_step import TensorUpdate, adam_step, amaxes_of_steps
 from fp8cfg.optim.low_bit.adam_update import check_hyperparameters, step_factors
 from fp8cfg.optim.low_bit.columns import FLOAT32, Columns, first_element, local
@@ -31,7 +31,7 @@ from fp8cfg.optim.low_bit.state import (
     slot_of,
 )
 from fp8cfg.optim.mixed_precision import Named, WriteGuard, named_parameters
-from fp8cfg.optim.state_dict import NamedOptimizer
+from fp8cfg.optim.state_dict import NamedOptimizer, check_json
 
 
 class LowBitOptimizer(NamedOptimizer):
@@ -353,13 +353,14 @@ class LowBitOptimizer(NamedOptimizer):
             for name, tensor in tensors.items()
             if name in expected or not name.startswith(other_prefixes)
         }
-        if "state" in json:
-            columns = {*self.columns.values(), *self.full_columns}
-            tensors, json = convert_codecs(
-                self.names, columns, tensors, json, self._entries(), self._key, self.shard_starts
-            )
-        check_state(tensors, expected, json, self.state_json())
-        restore(self.names, self.state, self.columns, tensors, json["state"])
+        check_json(json, self.state_json())
+        entries = self._entries()
+        columns = {*self.columns.values(), *self.full_columns}
+        tensors, saved_entries = convert_codecs(
+            self.names, columns, tensors, json["state"], entries, self._key, self.shard_starts
+        )
+        check_state(tensors, expected, saved_entries, entries)
+        restore(self.names, self.state, self.columns, tensors, saved_entries)
         self.seed = int(json["seed"])
         self._step_keys.clear()
         self._write_guard.remember()
@@ -511,11 +512,8 @@ class LowBitTraining(LowBitOptimizer):
         Raises:
             ValueError: The state does not fit, or only one side has a loss scale.
         """
-        if (json.get("loss_scale") is None) != (self.loss_scaler is None):
-            raise ValueError(
-                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
-                " neither"
-            )
+        check_json(json, self.state_json())
+        check_loss_scale(self.loss_scaler, json["loss_scale"])
         super().load_state(tensors, json)
         self.steps = int(json["steps"])
         if self.loss_scaler is not None:

@@ -12,7 +12,7 @@ from fp8cfg.numerics.codecs import Codec, EncodedTensor
 from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.optim.low_bit.adam_update import Slot
 from fp8cfg.optim.low_bit.columns import Columns, decode_shard, first_element, local, to_sharded
-from fp8cfg.optim.state_dict import Names, check_names, check_tensors
+from fp8cfg.optim.state_dict import Names, check_tensors
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
 """Tensors in the state of a parameter.
@@ -172,7 +172,7 @@ def convert_codecs(
     names: Names,
     columns: Collection[Columns],
     tensors: Mapping[str, Tensor],
-    json: Mapping[str, Any],
+    saved_entries: Mapping[str, Any],
     expected: Mapping[str, Any],
     key: Callable[[nn.Parameter, str], Tensor],
     starts: Mapping[nn.Parameter, StridedStart],
@@ -186,21 +186,19 @@ def convert_codecs(
         names: Names of the parameters.
         columns: Columns of this optimizer, and of full tensors.
         tensors: Saved tensors.
-        json: Saved JSON.
+        saved_entries: Saved JSON entries of the parameters.
         expected: JSON entries of this optimizer.
         key: Returns the random key of a parameter.
         starts: Positions of parameters that tensor parallelism splits.
 
     Returns:
-        The converted tensors and JSON.
+        The converted tensors and JSON entries.
     """
     tensors = dict(tensors)
     entries = {}
-    for name, entry in json["state"].items():
+    for name, entry in saved_entries.items():
         entries[name] = {**entry, "codecs": dict(entry["codecs"])}
     for parameter, name in names.items():
-        if name not in entries or name not in expected:
-            continue
         saved_codecs = entries[name]["codecs"]
         expected_codecs = expected[name]["codecs"]
         _rename_float32_master(saved_codecs, expected_codecs)
@@ -209,19 +207,22 @@ def convert_codecs(
             saved, target = saved_codecs.get(column), expected_codecs[column]
             data_name = f"{name}.{column}"
             scale_name = f"{data_name}.scale_inv"
+            # With ZeRO other ranks have the tensors of some parameters, but all ranks the JSON.
             if saved in blockwise and target == "fp32":
-                data = local(tensors[data_name])
-                first = first_element(parameter, starts.get(parameter))
-                values = decode_shard(blockwise[saved], data, tensors.pop(scale_name), first)
-                tensors[data_name] = to_sharded(values, parameter, is_data=True)
                 saved_codecs[column] = target
+                if {data_name, scale_name} <= tensors.keys():
+                    data = local(tensors[data_name])
+                    first = first_element(parameter, starts.get(parameter))
+                    values = decode_shard(blockwise[saved], data, tensors.pop(scale_name), first)
+                    tensors[data_name] = to_sharded(values, parameter, is_data=True)
             elif saved == "fp32" and target in blockwise:
-                values = local(tensors[data_name]).float()
-                data, scale = blockwise[target].encode(values, key(parameter, column))
-                tensors[data_name] = to_sharded(data, parameter, is_data=True)
-                tensors[scale_name] = to_sharded(scale, parameter, is_data=False)
                 saved_codecs[column] = target
-    return tensors, {**json, "state": entries}
+                if data_name in tensors:
+                    values = local(tensors[data_name]).float()
+                    data, scale = blockwise[target].encode(values, key(parameter, column))
+                    tensors[data_name] = to_sharded(data, parameter, is_data=True)
+                    tensors[scale_name] = to_sharded(scale, parameter, is_data=False)
+    return tensors, entries
 
 
 def _rename_float32_master(saved: dict[str, str], expected: Mapping[str, str]) -> None:
@@ -267,29 +268,19 @@ def restore(
 def check_state(
     tensors: Mapping[str, Tensor],
     expected_tensors: Mapping[str, Tensor],
-    json: Mapping[str, Any],
-    expected_json: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    expected_entries: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError if saved state does not fit an optimizer.
+    """Raises ValueError if saved codecs or tensors do not fit an optimizer.
 
     Args:
         tensors: Saved tensors.
         expected_tensors: Tensors of the optimizer.
-        json: Saved JSON.
-        expected_json: JSON of the optimizer.
+        entries: Saved JSON entries of the same parameters.
+        expected_entries: JSON entries of the optimizer.
     """
-    if json.keys() != expected_json.keys():
-        raise ValueError(
-            f"optimizer state: the JSON has {sorted(json)}, expected {sorted(expected_json)}"
-        )
-    if json["optimizer"] != expected_json["optimizer"]:
-        raise ValueError(
-            f"the saved state is of {json['optimizer']}, this optimizer is"
-            f" {expected_json['optimizer']}"
-        )
-    check_names("parameters", json["state"].keys(), expected_json["state"].keys())
-    for name, entry in expected_json["state"].items():
-        saved, expected = json["state"][name]["codecs"], entry["codecs"]
+    for name, entry in expected_entries.items():
+        saved, expected = entries[name]["codecs"], entry["codecs"]
         if saved != expected:
             raise ValueError(
                 f"optimizer state: {name} is stored as {_format_codecs(saved)}, expected"
