@@ -155,8 +155,7 @@ def check_json(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raises ValueError if the saved JSON is of another optimizer or of other parameters."""
     if "optimizer" in saved and saved["optimizer"] != expected["optimizer"]:
         raise ValueError(
-            f"the saved state is of {saved['optimizer']}, this optimizer is"
-            f" {expected['optimizer']}"
+            f"the saved state is of {saved['optimizer']}, this optimizer is {expected['optimizer']}"
         )
     if saved.keys() != expected.keys():
         raise ValueError(
