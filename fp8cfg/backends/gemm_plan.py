@@ -108,9 +108,13 @@ class PlannedAttention:
 
     @property
     def fp8_share(self) -> float:
-        """Share of the FLOPs in FP8. The six GEMMs have equal FLOPs."""
-        num_fp8 = sum(1 for kinds in self.gemms if kinds)
-        return num_fp8 / (len(self.gemms) - len(self.left_out))
+        """Share of the FLOPs in FP8. All its GEMMs have equal FLOPs."""
+        return sum(1 for kinds in self.gemms if kinds) / self.count
+
+    @property
+    def count(self) -> int:
+        """Number of GEMMs in a step: six minus `left_out`."""
+        return len(ATTENTION_GEMMS) - len(self.left_out)
 
 
 @dataclass(frozen=True)

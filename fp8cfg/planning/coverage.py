@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,13 +89,8 @@ class Coverage:
         """Share of matmul FLOPs in FP8, including attention."""
         if not self.flops:
             return 0.0
-        # Only the total FLOPs of attention are known. Each layer counts with the average, an
-        # approximation if only some layers have a sliding window.
-        attention_share = 0.0
-        if self.attentions:
-            fp8_shares = sum(attention.fp8_share for attention in self.attentions)
-            attention_share = fp8_shares / len(self.attentions)
-        attention_flops = attention_share * self.attention_flops
+        fp8_gemms = sum(attention.fp8_share * attention.count for attention in self.attentions)
+        attention_flops = fp8_gemms * self._attention_gemm_flops
         linear_flops = sum(self._gemm_flops(linear) * linear.fp8_share for linear in self.linears)
         return (attention_flops + linear_flops) / self.flops
 
@@ -155,10 +149,13 @@ class Coverage:
             rows.append([str(group.layers), group.name, f"{share:.1%}", group.formats])
         # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
         # They have a count only if some layers run attention in FP8.
-        counts = Counter(self._attention_formats(attention) for attention in self.attentions)
-        for formats, count in counts.items():
-            share = count / len(self.attentions) * self.attention_flops / total
-            count_text = str(count) if self._attentions_in_fp8 else ""
+        attentions: dict[str, list[PlannedAttention]] = {}
+        for attention in self.attentions:
+            attentions.setdefault(self._attention_formats(attention), []).append(attention)
+        for formats, layers in attentions.items():
+            gemms = sum(attention.count for attention in layers)
+            share = gemms * self._attention_gemm_flops / total
+            count_text = str(len(layers)) if self._attentions_in_fp8 else ""
             rows.append([count_text, "attention", f"{share:.1%}", formats])
         header = ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"]
         blocks: list[str] = [table(header, rows, right=(0, 2)), f"FP8: {self.summary}"]
@@ -260,6 +257,14 @@ class Coverage:
             rows = self._most_rows
         return gemms * 2.0 * module.weights * rows
 
+    @property
+    def _attention_gemm_flops(self) -> float:
+        """FLOPs per token of one GEMM of one layer's attention, the average over all layers."""
+        # Only the total is known. The average is an approximation if only some layers have a
+        # sliding window.
+        gemms = sum(attention.count for attention in self.attentions)
+        return self.attention_flops / gemms if gemms else 0.0
+
     @cached_property
     def _most_rows(self) -> int:
         """Rows of a layer without observed rows."""
@@ -282,8 +287,8 @@ class Coverage:
             return f"{self.compute}: {attention.reason}"
         # Two forward GEMMs, then four backward ones. Equal formats are printed once.
         texts = []
-        for gemms in (attention.gemms[:2], attention.gemms[2:]):
-            formats = dict.fromkeys(_operand_formats(kinds, self.compute) for kinds in gemms)
+        for gemms in (ATTENTION_GEMMS[:2], ATTENTION_GEMMS[2:]):
+            formats = dict.fromkeys(self._gemm_text(attention, gemm) for gemm in gemms)
             texts.append("|".join(formats))
         return " ".join(texts)
 
@@ -308,11 +313,14 @@ class Coverage:
         """The last column of the table: three formats, or the reason for high precision."""
         if not linear.fp8:
             return f"{self.compute}: {_high_precision_reason(linear)}"
-        columns = []
-        for gemm, kinds in linear.products.items():
-            text = "-" if gemm in linear.left_out else _operand_formats(kinds, self.compute)
-            columns.append(f"{text:9}")
+        columns = [f"{self._gemm_text(linear, gemm):9}" for gemm in GEMMS]
         return " ".join([*columns, linear.reason]).rstrip()
+
+    def _gemm_text(self, layer: PlannedLinear | PlannedAttention, gemm: str) -> str:
+        """The operands of one GEMM in the table, "-" for a GEMM without a use."""
+        if gemm in layer.left_out:
+            return "-"
+        return _operand_formats(layer.products[gemm], self.compute)
 
 
 @dataclass

@@ -139,10 +139,9 @@ def attention_flops(recipe: Recipe) -> float:
     config = transformer_config(recipe)
     # `reach` already has the factor 2 of a multiply-add.
     reach = 0.0
-    for layer in range(model.num_layers):
-        reach += _attention_reach(model.seq_length, config.window(layer))
-    # Two products, Q K^T and S V. Backward has twice the forward FLOPs.
-    return float(3 * 2 * reach * model.num_attention_heads * model.head_dim)
+    for layer, attention in enumerate(attention_plan(recipe)):
+        reach += attention.count * _attention_reach(model.seq_length, config.window(layer))
+    return float(reach * model.num_attention_heads * model.head_dim)
 
 
 def _attention_reach(tokens: int, window: int | None) -> float:

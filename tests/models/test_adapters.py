@@ -16,8 +16,9 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.models.config import adapter_parameters
 from fp8cfg.models.lora import adapted_layers
 from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.planning.layer_plan import adapted_projections as planned_adapters
-from fp8cfg.planning.layer_plan import attention_plan
+from fp8cfg.planning.layer_plan import attention_flops, attention_plan, plan_layers
 from fp8cfg.planning.layout import layout_violations
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.data import run_data
@@ -184,6 +185,19 @@ def test_attention_before_the_first_adapter_has_no_backward_pass() -> None:
     )
     recipe.lora.targets = ("layers.1.*.v_proj",)
     assert [p.left_out == () for p in attention_plan(recipe)] == [False, True]
+
+
+def test_attention_without_a_backward_pass_counts_its_two_forward_products() -> None:
+    words = ["precision=bf16_fp8", "fp8.dot_product_attention=true", *LORA]
+    plain = small(*words[:2])
+    recipe = small(*words, "lora.targets=[layers.1.*.v_proj]")
+    assert attention_flops(recipe) == pytest.approx(attention_flops(plain) * (2 + 6) / (6 + 6))
+    coverage = planned_coverage(recipe, plan_layers(recipe))
+    table = coverage.blocks()[0]
+    rows = [line.split() for line in table.splitlines() if " attention " in line]
+    assert [row[-2:] for row in rows] == [["e4m3xe4m3", "-"], ["e4m3xe4m3", "e5m2xe4m3"]]
+    shares = [float(row[2].rstrip("%")) for row in rows]
+    assert shares[1] == pytest.approx(3 * shares[0], abs=0.2)
 
 
 @pytest.mark.parametrize("row", ["bf16", "held in fp8", "blocks", "low-bit moments"])
