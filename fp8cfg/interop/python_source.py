@@ -159,16 +159,10 @@ def shorten(text: str) -> str:
 def find_constants(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
     """Returns the values of all names with exactly one assignment.
 
-    Names of loops and nested functions count as assignments too, but have no constant value.
+    Names of loops, and parameters and names of nested functions, count as assignments too, but
+    have no constant value.
     """
-    assigned: set[str] = set()
-    assigned_twice: set[str] = set()
-    for statement in statements:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                if node.id in assigned:
-                    assigned_twice.add(node.id)
-                assigned.add(node.id)
+    assigned_twice = _names_assigned_twice(statements)
     constants: dict[str, ast.expr] = {}
     for statement in statements:
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not statement.value:
@@ -177,6 +171,23 @@ def find_constants(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
             if isinstance(target, ast.Name) and target.id not in assigned_twice:
                 constants[target.id] = statement.value
     return constants
+
+
+def _names_assigned_twice(statements: Sequence[ast.stmt]) -> set[str]:
+    assigned: set[str] = set()
+    assigned_twice: set[str] = set()
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            else:
+                continue
+            if name in assigned:
+                assigned_twice.add(name)
+            assigned.add(name)
+    return assigned_twice
 
 
 def assignment_targets(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
@@ -203,7 +214,7 @@ class Item:
 
     Attributes:
         path: Dotted path, such as `trainer.max_steps`.
-        value: The value. None for a statement like `x += 1`.
+        value: The value. None for a statement like `x += 1` or `del x`.
         text: The setting as the user wrote it, for messages.
         is_certain: False below a condition or a loop.
     """
@@ -247,20 +258,32 @@ class ItemReader:
     def _read_statements(self, body: Sequence[ast.stmt], is_certain: bool) -> Iterator[Item]:
         for node in body:
             match node:
-                case ast.FunctionDef() | ast.ClassDef() | ast.With():
+                case (
+                    ast.FunctionDef()
+                    | ast.AsyncFunctionDef()
+                    | ast.ClassDef()
+                    | ast.With()
+                    | ast.AsyncWith()
+                ):
                     yield from self._read_statements(node.body, is_certain)
                 case ast.If() if ast.unparse(node.test).startswith("__name__ =="):
                     yield from self._read_statements(node.body, is_certain)
-                case ast.If() | ast.For() | ast.While():
-                    yield from self._read_statements([*node.body, *node.orelse], False)
-                case ast.Try():
-                    yield from self._read_statements([*node.body, *node.finalbody], False)
+                case (
+                    ast.If()
+                    | ast.For()
+                    | ast.AsyncFor()
+                    | ast.While()
+                    | ast.Try()
+                    | ast.TryStar()
+                    | ast.Match()
+                ):
+                    yield from self._read_statements(_statements_in(node), False)
                 case ast.Assign():
                     for target in node.targets:
                         yield from self._read_assignment(target, node.value, node, is_certain)
                 case ast.AnnAssign() if node.value:
                     yield from self._read_assignment(node.target, node.value, node, is_certain)
-                case ast.AugAssign():
+                case ast.AugAssign() | ast.Delete():
                     yield Item("", None, short_source(node), False)
                 case ast.Expr() if isinstance(node.value, ast.Call):
                     yield from self._read_call("", node.value, node, is_certain)
@@ -328,6 +351,17 @@ class ItemReader:
         return isinstance(value, ast.Name) and value.id in self.calls
 
 
+def _statements_in(block: ast.stmt) -> list[ast.stmt]:
+    """Returns the statements of all branches of a block."""
+    statements: list[ast.stmt] = []
+    for child in ast.iter_child_nodes(block):
+        if isinstance(child, ast.stmt):
+            statements.append(child)
+        elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+            statements += child.body
+    return statements
+
+
 def list_unread_items(tree: ast.AST, read_positions: Container[tuple[int, int]]) -> list[str]:
     """Returns the unread settings of a file, as text.
 
@@ -365,26 +399,37 @@ def list_unread_besides_call(
 def _find_constants_and_parameters(body: Sequence[ast.stmt], tree: ast.AST) -> dict[str, ast.expr]:
     """Returns names with one value in the file or in a function.
 
-    A parameter has its default, unless a call in the file passes arguments to the function.
+    A parameter has its default, unless a call in the file passes arguments to the function, or its
+    name has another value elsewhere.
     """
     constants = find_constants(body)
+    assigned_twice = _names_assigned_twice(body)
     nodes = list(ast.walk(tree))
+    variables = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     calls_with_arguments = {
         last_name(node.func)
         for node in nodes
         if isinstance(node, ast.Call) and (node.args or node.keywords)
     }
+    defaults: dict[str, list[ast.expr]] = {}
     for function in nodes:
         if not isinstance(function, ast.FunctionDef):
             continue
         for name, value in find_constants(function.body).items():
-            constants.setdefault(name, value)
+            if name not in assigned_twice:
+                constants[name] = value
         if function.name in calls_with_arguments:
             continue
         # Defaults belong to the last parameters.
         parameters = [*function.args.posonlyargs, *function.args.args]
-        defaults = function.args.defaults
-        first_default = len(parameters) - len(defaults)
-        for parameter, default in zip(parameters[first_default:], defaults, strict=True):
-            constants.setdefault(parameter.arg, default)
+        first_default = len(parameters) - len(function.args.defaults)
+        for parameter, default in zip(
+            parameters[first_default:], function.args.defaults, strict=True
+        ):
+            defaults.setdefault(parameter.arg, []).append(default)
+    for name, values in defaults.items():
+        if name not in variables and len({ast.unparse(value) for value in values}) == 1:
+            constants[name] = values[0]
     return constants

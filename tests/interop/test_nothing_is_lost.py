@@ -225,6 +225,41 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "try:\n        nothing()\n    except ValueError:\n        {}",
+        "try:\n        nothing()\n    except ValueError:\n        pass\n    else:\n        {}",
+        "match gpus:\n        case 8:\n            {}",
+        "async def later():\n        for x in y:\n            {}",
+    ],
+)
+def test_a_setting_in_any_block_is_a_remark(statement: str, tmp_path: Path) -> None:
+    setting = "recipe.trainer.plugins.fp8_interval = 3"
+    file = tmp_path / "job.py"
+    file.write_text(NEMO_2.replace("if nodes > 4:", statement.format(setting) + "\n    if nodes:"))
+    assert setting in interop.from_file("nemo", file).lost[-1]
+    file.write_text(NEMO_2.replace("if nodes > 4:", "del recipe.x\n    if nodes > 4:"))
+    assert "del recipe.x" in interop.from_file("nemo", file).lost[-1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "nodes = 4",
+        "def other():\n    nodes = 4",
+        "def other(nodes=4):\n    pass",
+        "for nodes in range(4):\n    pass",
+    ],
+)
+def test_a_name_with_two_values_is_not_guessed(other: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(f"{other}\n{NEMO_2}")
+    found = interop.from_file("nemo", file)
+    assert found.recipe.trainer.num_nodes == 1
+    assert "recipe.num_nodes=nodes" in found.lost[-1]
+
+
 def composed(text: str, folder: Path) -> fp8cfg.Recipe:
     (folder / "imported.yaml").write_text(text)
     return fp8cfg.compose([], file=folder / "imported.yaml")
