@@ -265,11 +265,13 @@ class StoredGroup(Mapping[str, Tensor]):
         with self._files.reading(name) as file:
             metadata = dict(file.metadata() or {})
             places = json.loads(metadata.pop(SHARDING, "null"))
+            if not isinstance(places, dict | None):
+                raise ValueError(f"{SHARDING} is not a JSON object")
             for tensor_name in file.keys():  # noqa: SIM118, it is no dict
                 header = file.get_slice(tensor_name)
                 dtype = DTYPES[header.get_dtype()]
                 sizes = tuple(header.get_shape())
-                place = {OFFSETS: [0] * len(sizes), SHAPE: list(sizes)}
+                place: Any = {OFFSETS: [0] * len(sizes), SHAPE: list(sizes)}
                 # Other tools write full tensors, without places.
                 if places is not None:
                     place = places.get(tensor_name)

@@ -92,6 +92,14 @@ def test_places_are_checked(place: str, tmp_path: Path) -> None:
         group_of(tmp_path)
 
 
+@pytest.mark.parametrize("places", ["[]", "3", '"w"', "true", "NaN", "{"])
+def test_places_that_are_no_json_object_are_damage(places: str, tmp_path: Path) -> None:
+    (tmp_path / "g").mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "g" / "0.safetensors", {SHARDING: places})
+    with pytest.raises(DamagedCheckpoint, match=r"g/0\.safetensors: cannot be read"):
+        group_of(tmp_path)
+
+
 def test_parts_of_one_tensor_have_one_dtype_and_shape(tmp_path: Path) -> None:
     write_places(tmp_path, {OFFSETS: (0, 0), SHAPE: (4, 2)}, {OFFSETS: (2, 0), SHAPE: (5, 2)})
     with pytest.raises(DamagedCheckpoint, match="w has parts of other dtypes or shapes"):
