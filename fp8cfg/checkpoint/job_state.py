@@ -434,11 +434,10 @@ def capture_rng() -> RandomState:
     return tensors, state
 
 
-def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[str]:
+def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Restores the result of `capture_rng`. The next draws are the same bit for bit.
 
-    Returns:
-        Names of CUDA devices that only this machine or only the captured state has.
+    The number of GPUs may differ. Devices of both this machine and the captured state are restored.
 
     Raises:
         KeyError, ValueError, TypeError or RuntimeError: The parts don't fit together.
@@ -446,12 +445,9 @@ def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list
     random.setstate(_python_state(tensors, state))
     np.random.set_state(_numpy_state(tensors, state))
     torch.set_rng_state(tensors["torch"].cpu())
-    saved_devices = {name for name in tensors if name.startswith("cuda.")}
-    own_devices = {f"cuda.{device}" for device in range(torch.cuda.device_count())}
-    # The number of GPUs may differ. Devices in both sets are restored.
-    for name in saved_devices & own_devices:
-        torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("cuda.")))
-    return sorted(saved_devices ^ own_devices)
+    for device in range(torch.cuda.device_count()):
+        if f"cuda.{device}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda.{device}"].cpu(), device)
 
 
 def check_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
