@@ -26,9 +26,11 @@ from fp8cfg.composition.precedence import resolve_recipe
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import layout_limits, smoke
+from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import layout_violations, place_on_gpus, split_into_nodes, uneven_batch
 from fp8cfg.planning.peak_memory import plan_memory, widest_part
-from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import size
@@ -155,9 +157,11 @@ class Search:
             return None
         try:
             backend = self.backend(recipe, world)
+            if recipe.fp8.min_coverage:
+                check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, backend)))
             part = widest_part(recipe, self.device, world, backend)
             return sum(plan_memory(recipe, self.device, part, backend).values())
-        except ConfigError:
+        except (ConfigError, NotFP8Error):
             return None
 
 

@@ -319,6 +319,19 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
     )
 
 
+def test_a_recipe_below_its_own_coverage_is_not_offered() -> None:
+    """Only a smoke run is: it has no minimum."""
+    words = ["recipe=llama_8b", "precision=bf16_fp8"]
+    report = fp8cfg.plan(fp8cfg.compose([*words, "fp8.min_coverage=0.95"]), gpu="l40s")
+    assert [problem.partition(":")[0] for problem in report.problems] == [
+        "recipe=llama_8b",
+        "fp8.min_coverage=0.95",
+    ]
+    assert list(report.write) == ["trainer.smoke=true"]
+    report = fp8cfg.plan(fp8cfg.compose([*words, "fp8.min_coverage=0.8"]), gpu="l40s")
+    assert "storage.shard=zero2" in report.write and len(report.problems) == 1
+
+
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
     plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_1b", "precision=bf16_fp8"]), "h100", 8)
     assert plan.problems == [] and plan.write == () and "does not run" not in str(plan)
