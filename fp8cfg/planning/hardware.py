@@ -57,6 +57,10 @@ GPUS = {
 """Dense peaks. Most datasheets list peaks with sparsity, twice as high."""
 
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Limits and usage of the container of this process."""
+
+
 def find_gpu(name: str, option: str = "--gpu ") -> GPU:
     """Returns the GPU with a name, in upper or lower case.
 
@@ -88,15 +92,15 @@ def gpu_of_device(name: str) -> GPU | None:
         name: The name, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-40GB".
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    # Other models, and parts of a GPU, have other peaks.
+    if words & {"nvl", "mig", "laptop", "mobile", "super", "d"}:
+        return None
     if "a100" in words:
         if "80gb" in words:
             return GPUS["a100-80"]
         return GPUS["a100-40"]
     if "h100" in words and "pcie" in words:
         return GPUS["h100-pcie"]
-    # Other models have other peaks.
-    if words & {"nvl", "mig", "laptop", "mobile", "super", "d"}:
-        return None
     if "rtx" in words:
         return next((gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx") in words), None)
     return next((gpu for gpu in GPUS.values() if gpu.name in words), None)
@@ -198,13 +202,21 @@ def _available_memory() -> int:
 
 def _left_of_cgroup_limit() -> list[int]:
     """Bytes left below the memory limit of a container (cgroup v2 or v1). Empty without one."""
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, usage, cache in (
+        (CGROUP, "memory.max", "memory.current", "inactive_file"),
+        (
+            CGROUP / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
         try:
-            free_bytes = int((root / limit).read_text()) - int((root / usage).read_text())
+            free_bytes = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            # The usage includes the page cache. The kernel frees its inactive part on demand.
+            for line in (folder / "memory.stat").read_text().splitlines():
+                if line.startswith(f"{cache} "):
+                    free_bytes += int(line.split()[1])
         except (OSError, ValueError):  # no such controller, or "max"
             continue
         return [max(0, free_bytes)]

@@ -144,6 +144,8 @@ def test_a_sparkline_keeps_its_size_and_its_shape() -> None:
         ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 PCIe MIG 1g.10gb", None),
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L40", None),
