@@ -362,7 +362,6 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         layer.keeps_input = getattr(linear, "keeps_input", False)
         layer.adds_bias = getattr(linear, "adds_bias", True)
         layer.weight_cache = WeightCache()
-        layer.codec = None
         layer.read_as = read_as or linear.weight.dtype
         layer.weight_grad_dtype = linear.weight.dtype
         layer._register_buffers(linear.weight.device)

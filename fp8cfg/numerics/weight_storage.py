@@ -75,7 +75,7 @@ class NarrowWeight(StoredWeight):
     """
 
     state_buffers: ClassVar[tuple[str, ...]]
-    codec: Codec | None
+    codec: Codec | None = None
     read_as: torch.dtype
     weight_grad_dtype: torch.dtype
     _gradient_of_weight: Tensor
@@ -90,10 +90,24 @@ class NarrowWeight(StoredWeight):
         return parameter
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Rejects the parameters of pruning, weight norm and spectral norm."""
+        """Rejects the parameters of pruning, weight norm and spectral norm.
+
+        Also rejects a weight that is not stored as the scale of the layer expects. The layer would
+        multiply it by that scale.
+        """
         if name.startswith("weight_"):
             raise ConfigError(f"{type(self).__name__}.{name}: {_PARAMETRIZED}")
+        if name != "weight" or param is None:
+            super().register_parameter(name, param)
+            return
+        if self.has_scale and param.dtype != self.parameter.dtype:
+            raise ConfigError(
+                f"{type(self).__name__}.weight: a {param.dtype} Parameter cannot replace this"
+                " quantized weight; load it with load_state_dict, or tie layers before the"
+                " conversion"
+            )
         super().register_parameter(name, param)
+        self._prepare_gradient()
 
     @property
     def is_encoded(self) -> bool:

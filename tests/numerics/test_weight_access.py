@@ -17,6 +17,7 @@ from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fp8_weights import Codes, plain
 from fp8cfg.numerics.weight_storage import store_in_codec
+from fp8cfg.schema.errors import ConfigError
 
 REFUSED = r"this weight is quantized.*fp8cfg\.averaged\(job\).*fp8cfg\.convert_back\(model\)"
 
@@ -104,6 +105,37 @@ def test_writes_to_what_is_read_are_refused(kind: str, how: str) -> None:
 def test_another_module_does_not_take_it_for_its_own() -> None:
     with pytest.raises(ValueError, match="non-leaf"):
         nn.Linear(32, 48, bias=False).weight = layer("float8").weight
+
+
+@KINDS
+def test_a_weight_without_its_scale_is_not_assigned(kind: str) -> None:
+    """The layer would multiply it by the scale of the old weight."""
+    held = layer(kind)
+    before = held.weight.clone()
+    with pytest.raises(ConfigError, match=r"weight: a torch\.float32 Parameter cannot replace"):
+        held.weight = nn.Parameter(torch.ones(48, 32))
+    assert torch.equal(held.weight, before)
+
+
+def test_a_weight_in_bfloat16_is_assigned() -> None:
+    """Compiled code reads the new weight, and its gradient arrives there, in float32."""
+    gradients = []
+    for compiled in (False, True):
+        held = FP8Linear.from_linear(
+            nn.Linear(32, 48, bias=False),
+            Scaling("current", power_2_scales=True),
+            Region(True),
+            codec=get_codec("bf16"),
+        )
+        held.weight = nn.Parameter(torch.ones(48, 32, dtype=torch.bfloat16))
+        run = torch.compile(held, backend="aot_eager", fullgraph=True) if compiled else held
+        y = run(torch.ones(4, 32))
+        y.sum().backward()
+        assert torch.equal(y, torch.full((4, 48), 32.0))
+        gradients.append(held.weight.grad)
+    for gradient in gradients:
+        assert gradient is not None
+        assert torch.equal(gradient, torch.full((48, 32), 4.0))
 
 
 @KINDS
