@@ -403,6 +403,11 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
                 f"FP8 layer: input of dtype {x.dtype}, expected a float dtype as nn.Linear does;"
                 " cast it, for example with x.float()"
             )
+        if x.shape[-1:] != (self.in_features,):
+            raise RuntimeError(
+                f"FP8 layer: input of shape {tuple(x.shape)}, expected {self.in_features} columns"
+                " (in_features) in its last dimension"
+            )
         num_sequences = 1
         if self.token_shard is not None:
             num_sequences = x.shape[:-2].numel()

@@ -211,6 +211,15 @@ def test_odd_shapes_and_no_rows(scaling: Scaling) -> None:
         assert (y.shape, x.grad.shape, layer.weight.grad.shape) == ((*shape[:-1], 5), shape, (5, 7))
 
 
+@pytest.mark.parametrize("shape", [(4, 64), (64,), (4, 33), ()])
+def test_inputs_of_another_width_are_refused_and_not_recorded(shape: tuple[int, ...]) -> None:
+    layer = FP8Linear.from_linear(nn.Linear(32, 16), DELAYED, Region(True))
+    with pytest.raises(RuntimeError, match=r"expected 32 columns \(in_features\)"):
+        layer(torch.ones(shape))
+    assert layer.fp8_amax_history is not None
+    assert not layer.fp8_amax_history.any()
+
+
 def test_the_hardware_product_refuses_odd_features() -> None:
     with pytest.raises(
         ValueError, match="in_features=16 and out_features=10: scaled_mm needs both divisible by 16"
