@@ -211,8 +211,12 @@ class LinearFunction(torch.autograd.Function):
                     buffers.gemms_ran,
                     WGRAD,
                 )
-                if grad_output.dtype == torch.float16 and grad_output.numel():
-                    grad_weight = keep_overflow(grad_weight, grad_output)
+
+            if grad_output.dtype == torch.float16 and grad_output.numel():
+                if grad_weight is not None:
+                    keep_overflow(grad_weight, grad_output)
+                elif grad_input is not None:  # the weight is frozen
+                    keep_overflow(grad_input, grad_output)
 
             if buffers.rounding is not None:
                 # Only backward passes draw random numbers, so recomputed forward passes don't count.
@@ -256,15 +260,15 @@ def operand_kind(operand: Operand | None) -> Any:
     return operand.fmt, operand.tile
 
 
-def keep_overflow(weight_grad: Tensor, grad_output: Tensor) -> Tensor:
-    """Makes `weight_grad` infinite if the float16 `grad_output` overflowed.
+def keep_overflow(gradient: Tensor, grad_output: Tensor) -> None:
+    """Makes `gradient` infinite, in place, if the float16 `grad_output` overflowed.
 
     FP8 saturates and would hide the overflow from torch.amp.GradScaler, which lowers its scale only
     for an infinite gradient.
     """
     lowest, highest = grad_output.aminmax()
     overflowed = lowest.isinf() | highest.isinf()
-    return weight_grad.masked_fill_(overflowed, torch.inf)  # in place: weights are large
+    gradient.masked_fill_(overflowed, torch.inf)
 
 
 # `weight` is a property.

@@ -211,6 +211,24 @@ def test_odd_shapes_and_no_rows(scaling: Scaling) -> None:
         assert (y.shape, x.grad.shape, layer.weight.grad.shape) == ((*shape[:-1], 5), shape, (5, 7))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_infinite_float16_gradient_is_passed_on(frozen: bool, compiled: bool) -> None:
+    """FP8 would saturate it. Behind a frozen weight the gradient of the input tells GradScaler."""
+    linear = nn.Linear(32, 16, bias=False).half().requires_grad_(not frozen)
+    layer = FP8Linear.from_linear(linear, DELAYED, Region(True))
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    x = torch.randn(8, 32).half().requires_grad_()
+    gradient = torch.randn(8, 16).half()
+    run(x).backward(gradient)
+    assert x.grad is not None and x.grad.isfinite().all()
+    layer.zero_grad()
+    gradient[3, 3] = -torch.inf
+    run(x).backward(gradient)
+    told = x if frozen else layer.weight
+    assert told.grad is not None and not told.grad.isfinite().any()
+
+
 @pytest.mark.parametrize("shape", [(4, 64), (64,), (4, 33), ()])
 def test_inputs_of_another_width_are_refused_and_not_recorded(shape: tuple[int, ...]) -> None:
     layer = FP8Linear.from_linear(nn.Linear(32, 16), DELAYED, Region(True))
