@@ -244,6 +244,8 @@ class RunFolder:
                 f"{path}: not a run folder, {missing[0]} is missing; check the path, or list your"
                 " runs with fp8cfg runs"
             )
+        if run.files.kind(CHECKPOINTS) == "file":
+            raise RunFolderError(f"{path}: not a run folder, {run.checkpoints} is a file")
         if lock:
             run.lock()
         return run

@@ -237,7 +237,14 @@ class BadSteps:
                 int(step): _parse_skipped(int(step), fields)
                 for step, fields in json.loads(self._world.text(text)).items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ConfigError(
                 f"{SKIPPED_STEPS}: not a list of skipped steps ({error}); delete the file to train"
                 " on all batches"

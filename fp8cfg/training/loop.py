@@ -639,7 +639,9 @@ class _Training:
             f"nothing left to do: {num_done} steps of trainer.max_steps={self.max_steps} are done"
         )
         loss = self.logs.value_of_step(num_done, "loss")
-        val_loss = self.logs.value_of_step(num_done, "val_loss")
+        val_loss: Value = self.val_loss  # if it was missing
+        if val_loss is None:
+            val_loss = self.logs.value_of_step(num_done, "val_loss")
         self._check_divergence(num_done, loss, val_loss)
         return Result(num_done, None, self.val_loss)
 

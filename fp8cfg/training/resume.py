@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fp8cfg.checkpoint import job_state, manifest, resume_rules
 from fp8cfg.checkpoint.load import open_checkpoint
@@ -161,10 +161,9 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
     """
     recipe = run.read_recipe()
     interval = recipe.checkpoint.every_n_steps
-    if not interval or not run.files.kind(METRICS):
+    if not interval:
         return
-    steps = [row["step"] for row in read_metrics(run.files, METRICS)]
-    num_done = max((step for step in steps if isinstance(step, int)), default=0)
+    num_done = max((row["step"] for row in _read_metrics(run)), default=0)
     max_steps_without = interval
     if recipe.checkpoint.async_save:
         max_steps_without *= 2  # a save can take until the next one begins
@@ -230,7 +229,7 @@ def recipe_for_resume(
         ConfigError: A changed key is fixed by the checkpoint, or missing from `allow`.
     """
     yaml_recipe = run.read_recipe()
-    _check_metrics(run)
+    _read_metrics(run)  # reports a damaged file before the job is built
     old_recipe = yaml_recipe
     step = None
     if loaded is not None:
@@ -267,13 +266,16 @@ def recipe_for_resume(
     return recipe
 
 
-def _check_metrics(run: RunFolder) -> None:
-    """Raises ConfigError if metrics.jsonl is damaged. Runs before the job is built."""
+def _read_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl, empty without the file. Raises ConfigError if it cannot be read."""
     try:
-        if run.files.kind(METRICS):
-            read_metrics(run.files, METRICS)
+        if not run.files.kind(METRICS):
+            return []
+        return read_metrics(run.files, METRICS)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{run.metrics}: cannot be read ({error.strerror})") from None
 
 
 def _resume_command(

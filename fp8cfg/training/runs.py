@@ -313,7 +313,8 @@ def train_job(
             path = recipe.data.path
             if run is not None:
                 path = str(run.path)
-            raise RunFolderNotWritable(f"{path}: {error}") from None
+            # `from error`: an error of a callback needs its traceback.
+            raise RunFolderNotWritable(f"{path}: {error}") from error
 
 
 def _peak_speed(job: Job, num_ranks: int) -> Peak | None:

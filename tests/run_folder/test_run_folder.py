@@ -98,6 +98,14 @@ def test_not_a_run_folder(tmp_path: Path, part: str) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_checkpoints_are_in_a_folder(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        run.checkpoints.rmdir()
+        run.checkpoints.touch()
+    with pytest.raises(RunFolderError, match=f"not a run folder, {run.checkpoints} is a file"):
+        RunFolder.open(run.path)
+
+
 @pytest.mark.parametrize("run_format", [None, RUN_FORMAT + 1, "1"])
 def test_another_format_is_named(tmp_path: Path, run_format: object) -> None:
     with create(tmp_path) as run:

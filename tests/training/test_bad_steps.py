@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,12 @@ def test_rewind_needs_a_checkpoint(tmp_path: Path) -> None:
 def test_a_list_of_skipped_steps_that_is_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fp8cfg.fit(fp8cfg.build(small("precision=bf16", *WORDS)), folder, say=lambda _: None)
-    (folder / "skipped_steps.json").write_text('{"5": 1}')
-    with pytest.raises(ConfigError, match=r"not a list of skipped steps"):
-        fp8cfg.resume(folder, say=lambda _: None, step=2)
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    entry = {"problem": "", "policy": "skip", "loss": 10**400, "lr": 0, "grad_norm": 0}
+    for text in ('{"5": 1}', json.dumps({"5": entry}), "[" * 100_000):
+        (folder / "skipped_steps.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"not a list of skipped steps"):
+            fp8cfg.resume(folder, say=lambda _: None)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -98,6 +98,20 @@ def test_tensorboard_reads_the_run(logged: Path) -> None:
     assert states[-1] == b"done"
 
 
+def test_tensorboard_hides_the_steps_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = small("precision=bf16", "model.num_layers=1", "log.loggers=[tensorboard]")
+    recipe.checkpoint.every_n_steps = 5
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="crash"):
+        fp8cfg.fit(fp8cfg.build(recipe), folder, callbacks=[CrashAtThree()])
+    shutil.rmtree(folder / "checkpoints" / "step-00000003")  # as after a kill
+    fp8cfg.resume(folder)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
 @logs_to("wandb")
 def test_wandb_reads_the_run(logged: Path) -> None:
     crashed, resumed = sorted((logged / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -265,6 +279,29 @@ def test_a_hanging_logger_ends_no_run(
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
     reason = "1 rows wait to be written" if is_full else "did not finish in time"
     assert len(warnings) == 1 and reason in warnings[0]
+
+
+def test_loggers_that_hang_share_the_time_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_loggers, "CLOSE_SECONDS", 10.0)
+    waits: list[float] = []
+
+    class HangingThread:
+        error = None
+        logger = Broken
+
+        def add(self, call: object) -> None: ...
+
+        def join(self, seconds: float) -> None:
+            waits.append(seconds)
+            now[0] += seconds
+
+    now = [100.0]
+    monkeypatch.setattr(run_loggers.time, "monotonic", lambda: now[0])
+    job = fp8cfg.build(small("log.loggers=[tensorboard,mlflow]"))
+    loggers = run_loggers.RunLoggers(job, None, 1, print)
+    loggers._threads = [HangingThread(), HangingThread()]  # type: ignore[list-item]
+    loggers.close("done")
+    assert waits == [10.0, 0.0]
 
 
 def test_only_the_first_rank_logs(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from datetime import datetime
@@ -289,6 +290,40 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(fp8cfg.schema.errors.Fp8cfgError) as e:
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         assert e.value.exit_code == 5
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_a_resume_reports_a_damaged_metrics_file(has_checkpoints: bool, tmp_path: Path) -> None:
+    folder, _, _ = run(tmp_path, "trainer.max_steps=4")
+    folder.close()
+    if not has_checkpoints:
+        shutil.rmtree(folder.checkpoints)
+        folder.checkpoints.mkdir()
+    with folder.metrics.open("a") as file:
+        file.write("x\n")
+    with pytest.raises(fp8cfg.ConfigError, match=r"not a line of metrics: 'x'; delete that line$"):
+        fp8cfg.resume(folder.path)
+    folder.metrics.unlink()
+    folder.metrics.mkdir()
+    with pytest.raises(fp8cfg.ConfigError, match=r"metrics\.jsonl: cannot be read \(Is a dir"):
+        fp8cfg.resume(folder.path)
+
+
+def test_a_missing_evaluation_can_end_a_run_as_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal interrupts the last evaluation, and the resumed run repeats only that."""
+
+    def stop(*_: Any) -> float:
+        raise Stopped
+
+    monkeypatch.setattr(loop, "evaluate", stop)
+    job = fp8cfg.build(small("trainer.max_steps=2", "trainer.val_check_interval=2"))
+    with pytest.raises(loop.Interrupted, match="stopped after step 2 of 2"):
+        fp8cfg.fit(job, tmp_path / "run", say=lambda _: None)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
+    with pytest.raises(loop.Diverged, match="the validation loss is nan"):
+        fp8cfg.resume(tmp_path / "run", say=lambda _: None)
 
 
 def test_a_run_with_less_than_half_in_fp8_says_so() -> None:

@@ -105,7 +105,7 @@ def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
         def save(self, done: int, folder: Path) -> None:
             raise OSError("no uploads today")
 
-    with pytest.raises(Exception, match="no uploads today"):
+    with pytest.raises(Exception, match="no uploads today") as error:
         fp8cfg.fit(
             fp8cfg.build(
                 small("trainer.max_steps=2", "checkpoint.every_n_steps=1", "optim.warmup_steps=1")
@@ -115,6 +115,7 @@ def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
             callbacks=[Stops()],
         )
     assert [f.name for f in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+    assert isinstance(error.value.__cause__, OSError), "with the traceback of the callback"
 
 
 def test_a_folder_of_ones_own_is_resumed_by_either_door(

@@ -6,6 +6,7 @@ A logger that fails or hangs is turned off with one warning. It never ends the r
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -194,8 +195,9 @@ class RunLoggers:
         for thread in self._threads:
             thread.add(partial(thread.logger.close, state))
             thread.add(None)
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._drop_failed()
         self._threads.clear()
 

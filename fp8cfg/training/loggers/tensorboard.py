@@ -21,13 +21,13 @@ class Logger:
 
         # Not through a link that somebody put into the run folder.
         folder = RunFiles.at(run.folder).folder(TENSORBOARD, make=True).path
-        # Hides events of the steps that a resumed run repeats.
-        purge_step = None
-        if run.first_step > 0:
-            purge_step = run.first_step + 1
         self.run_id = run.name
         self.location = f"tensorboard --logdir {folder}"
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(
+            str(folder),
+            purge_step=run.first_step + 1,  # hides events of the steps that a resumed run repeats
+            flush_secs=FLUSH_SECONDS,
+        )
         self._step = run.first_step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
