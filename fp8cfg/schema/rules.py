@@ -214,7 +214,8 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     lora, precision = recipe.lora, recipe.precision
     if not lora.enabled:
         other_keys = [name for name in LoRA.model_fields if name != "enabled"]
-        reason = " with lora.enabled=false; set task=lora"
+        advice = "remove one of them" if "lora.enabled" in WRITTEN.get() else "set task=lora"
+        reason = f" with lora.enabled=false; {advice}"
         yield from idle(lora, other_keys, reason, "lora.enabled")
         return
     if not lora.targets:

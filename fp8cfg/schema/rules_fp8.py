@@ -39,11 +39,12 @@ def _disabled_rules(precision: Precision) -> Iterator[Violation]:
     """Rejects every key of `fp8` if FP8 is off."""
     preset = "fp16_fp8" if precision.compute == "fp16" else "bf16_fp8"
     advice = f"set precision={preset} or fp8.enabled=true"
-    # fp8.enabled=false over an FP8 preset leaves these keys changed. Then the compute dtype has FP8,
-    # and the message must not blame it.
-    has_fp8_preset = precision.fp8.params or bool(changed(precision.fp8, "scaling"))
-    if has_fp8_preset:
-        advice = f"set precision={precision.compute}"
+    # Under an FP8 preset, fp8.enabled=false leaves these keys changed. Another FP8 preset would not
+    # help then.
+    of_preset = {"fp8.params", "fp8.scaling"} - WRITTEN.get()
+    changed_keys = [setting.partition("=")[0] for setting in changed(precision.fp8)]
+    if not of_preset.isdisjoint(changed_keys):
+        advice = f"set fp8.enabled=true or precision={precision.compute}"
     if "fp8.enabled" in WRITTEN.get():
         advice = "remove one of them"
     other_keys = [name for name in FP8.model_fields if name != "enabled"]

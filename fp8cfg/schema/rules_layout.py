@@ -186,9 +186,9 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
     # Any number of ranks above one tells whether this state is sharded at all.
     if state.sharding(2) == "none":
         zero1 = "" if level(precision) else "set storage.shard=zero1, or "
-        reason = f"; {zero1}set it to 1"
+        reason = f"; {zero1}remove it"
         if precision.storage.shard == "auto":
-            reason = ", which shards nothing here; set it to 1"
+            reason = ", which shards nothing here; remove it"
         yield from idle(
             strategy,
             ("data_parallel_replicate_size",),

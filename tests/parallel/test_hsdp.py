@@ -245,11 +245,11 @@ def test_memory_is_that_of_a_group() -> None:
     [
         (
             "trainer.devices=4 storage.shard=none",
-            f"{GROUPS}=2: has no effect with storage.shard=none; set storage.shard=zero1, or set it to 1",
+            f"{GROUPS}=2: has no effect with storage.shard=none; set storage.shard=zero1, or remove it",
         ),
         (
             "trainer.devices=4 precision=bf16_fp8 fp8.params=false opt_level=O2",
-            f"{GROUPS}=2: has no effect with storage.shard=auto, which shards nothing here; set it to 1",
+            f"{GROUPS}=2: has no effect with storage.shard=auto, which shards nothing here; remove it",
         ),
         (
             "trainer.devices=4 precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",

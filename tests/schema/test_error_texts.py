@@ -125,6 +125,14 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
         "fp8.margin=1: has no effect with fp8.enabled=false; remove one of them",
     ),
     (
+        "fp8.scaling=block",
+        "fp8.scaling=block: has no effect with fp8.enabled=false; set precision=bf16_fp8 or fp8.enabled=true",
+    ),
+    (
+        "lora.enabled=false lora.rank=4",
+        "lora.rank=4: has no effect with lora.enabled=false; remove one of them",
+    ),
+    (
         "log.fp8_stats_every_n_steps=2 precision=bf16_fp8 fp8.enabled=false",
         "log.fp8_stats_every_n_steps=2: has no effect with fp8.enabled=false; remove it or set precision=bf16_fp8",
     ),
