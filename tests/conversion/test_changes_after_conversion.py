@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ def net() -> nn.Sequential:
     )
 
 
-def convert(model: nn.Module, preset: str = "bf16_fp8", **options: object) -> Conversion:
-    recipe = fp8cfg.compose([f"precision={preset}", "fp8.params=false"])
+def convert(
+    model: nn.Module, preset: str = "bf16_fp8", backend: str = "native", **options: object
+) -> Conversion:
+    recipe = fp8cfg.compose([f"precision={preset}", "fp8.params=false", f"backend={backend}"])
     return fp8cfg.convert_model(model, recipe, **options)
 
 
@@ -164,20 +167,42 @@ def test_an_overflowed_float16_gradient_reaches_grad_scaler(preset: str) -> None
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """New memory has NaN and the largest integers in it, as arbitrary memory may have."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
-    "preset", ["bf16_fp8", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8", "bf16_nvfp4"]
+    ("preset", "backend"),
+    [
+        ("bf16_fp8", "native"),
+        ("bf16_fp8_current", "native"),
+        ("bf16_fp8_block", "native"),
+        ("bf16_mxfp8", "native"),
+        ("bf16_nvfp4", "native"),
+        ("bf16_fp8_current", "torchao"),
+        ("bf16_mxfp8", "torchao"),
+    ],
 )
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
+@pytest.mark.usefixtures("filled_memory")
 def test_a_model_converted_on_the_meta_device_trains_as_one_converted_last(
-    preset: str, how: str
+    preset: str, backend: str, how: str
 ) -> None:
+    if backend == "torchao":
+        pytest.importorskip("torchao")
     weights = net().state_dict()
     losses = []
     for convert_first in (False, True):
         with torch.device("meta"):
             model = net()
         if convert_first:
-            fp8 = convert(model, preset)
+            fp8 = convert(model, preset, backend)
+            assert "FP8: " in str(fp8)
+            assert fp8cfg.coverage(model).share == 0
         if how == "to_empty":
             model.to_empty(device="cpu")
             with torch.no_grad():
@@ -186,7 +211,7 @@ def test_a_model_converted_on_the_meta_device_trains_as_one_converted_last(
         else:
             model.load_state_dict(weights, assign=True)
         if not convert_first:
-            fp8 = convert(model, preset)
+            fp8 = convert(model, preset, backend)
         torch.manual_seed(0)
         for _ in range(2):
             with fp8.autocast():
@@ -194,6 +219,7 @@ def test_a_model_converted_on_the_meta_device_trains_as_one_converted_last(
             loss.backward()
             fp8.step()
             losses.append(loss.item())
+        fp8.prove()
     assert losses[:2] == losses[2:]
 
 

@@ -105,7 +105,10 @@ def observed(model: nn.Module) -> Observed:
         if not isinstance(layer, FP8Layer):
             continue
         gemms = GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS
-        kinds = [_operand_kinds(code) for code in layer.gemms_ran.tolist()]
+        codes = layer.gemms_ran
+        if codes.is_meta:  # nothing can run there
+            codes = torch.zeros_like(codes, device="cpu")
+        kinds = [_operand_kinds(code) for code in codes.tolist()]
         kinds_by_layer[name] = dict(zip(gemms, kinds, strict=True))
     return kinds_by_layer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -210,11 +210,25 @@ class WatchedLinear(nn.Linear):
     def watch(self, region: Region) -> None:
         """Sets the attributes that torchao's layers do not have."""
         self.region = region
-        self.register_buffer(
-            "gemms_ran",
-            torch.zeros(3, dtype=torch.int32, device=self.weight.device),
-            persistent=False,
-        )
+        self._clear_record()
+
+    def _clear_record(self) -> None:
+        """Makes a new record on the weight's device. No GEMM has run yet."""
+        device = self._parameters["weight"].device
+        zeros = torch.zeros(len(GEMMS), dtype=torch.int32, device=device)
+        self.register_buffer("gemms_ran", zeros, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.gemms_ran.is_meta
+        super()._apply(fn, recurse)
+        if was_meta:
+            self._clear_record()  # to_empty() leaves garbage in buffers
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.gemms_ran.is_meta:
+            self._clear_record()  # load_state_dict(assign=True) replaced only the parameters
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.region.applies():
@@ -399,7 +413,10 @@ def observed(model: nn.Module) -> Observed:
     """Returns the operand kinds of each GEMM that ran, by layer."""
     records: Observed = {}
     for name, layer in _layers(model):
-        kinds = [decode(code) for code in layer.gemms_ran.tolist()]
+        codes = layer.gemms_ran
+        if codes.is_meta:  # nothing can run there
+            codes = torch.zeros_like(codes, device="cpu")
+        kinds = [decode(code) for code in codes.tolist()]
         records[name] = dict(zip(GEMMS, kinds, strict=True))
     return records
 
