@@ -38,7 +38,6 @@ from fp8cfg.run_folder.file_names import (
 from fp8cfg.run_folder.files import (
     RunFiles,
     RunFolderError,
-    RunFolderNotWritable,
     StrangeFile,
     convert_write_errors,
 )
@@ -156,7 +155,6 @@ class RunFolder:
         now: datetime,
         recipe: str,
         folder: Path | None = None,
-        need_bytes: int = 0,
         key: str = "",
     ) -> RunFolder:
         """Creates and locks a run folder with recipe.yaml and environment.json.
@@ -168,7 +166,6 @@ class RunFolder:
             now: Time in the folder's name.
             recipe: Text of recipe.yaml.
             folder: Exact path of the folder. It may exist, but without a run.
-            need_bytes: Required free space of the disk.
             key: Key of the recipe for the path, for errors.
 
         Raises:
@@ -199,7 +196,8 @@ class RunFolder:
             try:
                 _refuse_run(files)  # again: another process may have run before we got the lock
                 run.is_new = True
-                preflight(files, need_bytes)
+                # Permission bits do not tell about a full disk, a read-only mount, or root.
+                files.probe()
                 files.folder(CHECKPOINTS, make=True)
                 text = json.dumps({"run_format": RUN_FORMAT, **collect_environment()}, indent=1)
                 files.replace(ENVIRONMENT, f"{text}\n".encode(), mode=0o600)
@@ -471,28 +469,6 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
-    """Checks write access and free space of a folder.
-
-    Args:
-        folder: The folder.
-        need_bytes: Required free space of the disk.
-
-    Raises:
-        RunFolderNotWritable: No file can be written, or the disk has too little free space.
-    """
-    path = folder.path if isinstance(folder, RunFiles) else folder
-    with convert_write_errors(path):
-        files = RunFiles.at(folder)
-        # Write a file. Permission bits do not tell about a full disk, a read-only mount, or root.
-        files.probe()
-        free_bytes = files.free_bytes()
-    if free_bytes < need_bytes:
-        raise RunFolderNotWritable(
-            f"{path}: not enough space: needs {need_bytes} bytes, {free_bytes} are free"
-        )
 
 
 def _refuse_run(files: RunFiles) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.run_folder import environment, run_folder
+from fp8cfg.run_folder import environment, files, run_folder
 from fp8cfg.run_folder.files import RunFiles, RunFolderError, RunFolderNotWritable
 from fp8cfg.run_folder.run_folder import (
     RUN_FORMAT,
     OtherRunFormat,
     RunFolder,
     RunFolderInUse,
-    preflight,
     take_lock,
 )
 from tests.support.forked import processes
@@ -210,17 +210,18 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         create(tmp_path / "file" / "runs")
 
 
-def test_space(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderNotWritable, match=rf"needs {2**70} bytes, \d+ are free"):
-        create(tmp_path, need_bytes=2**70)
-    preflight(tmp_path)
-    with pytest.raises(RunFolderNotWritable):
-        preflight(tmp_path / "none")
-    assert list(tmp_path.iterdir()) == []  # nothing is left of a run that cannot begin
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_all(file: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     path = tmp_path / "mine"
     path.mkdir()
-    with pytest.raises(RunFolderNotWritable):
-        create(tmp_path, folder=path, need_bytes=2**70)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_all", write_all)
+        for folder in (None, path):
+            with pytest.raises(RunFolderNotWritable, match="No space left on device"):
+                create(tmp_path, folder=folder)
+    assert list(tmp_path.iterdir()) == [path]  # nothing is left of a run that cannot begin
     assert list(path.iterdir()) == []
     create(tmp_path, folder=path).close()  # the lock was released
 
