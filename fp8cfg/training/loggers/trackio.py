@@ -16,6 +16,8 @@ class Logger:
     """Writes metrics of a Trackio run, and files as one artifact each."""
 
     def __init__(self, run: LoggedRun) -> None:
+        # Trackio finds a run by its name: that of the folder in which the run began.
+        old_id, _, old_name = (run.run_id or "").partition(" ")
         # Trackio prints several lines about each run, without a switch (0.43).
         with redirect_stdout(io.StringIO()):
             import trackio
@@ -26,16 +28,15 @@ class Logger:
             self._run = copy_context().run(
                 trackio.init,
                 project=run.project or DEFAULT_PROJECT,
-                name=run.name,
+                name=old_name or run.name,
                 config=run.config,
-                # Trackio finds a run by its name.
-                resume="must" if run.run_id else "never",
+                resume="must" if old_id else "never",
                 embed=False,
             )
-        self.run_id = self._run.id
+        self.run_id = f"{self._run.id} {self._run.name}"
         self.location = f"trackio show --project {self._run.project}"
-        if run.run_id not in (None, self.run_id):
-            raise ValueError(f"project {self._run.project} has a newer run named {run.name}")
+        if old_id not in ("", self._run.id):
+            raise ValueError(f"project {self._run.project} has a newer run named {self._run.name}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `RunLogger`."""
