@@ -253,7 +253,7 @@ class Backend(Protocol):
         """
 
     def writers(self, model: nn.Module) -> Mapping[nn.Parameter, Callable[[Tensor], None]]:
-        """Returns a function for each FP8 weight that quantizes a float32 master into it."""
+        """Returns a function for each trained FP8 weight that quantizes a master into it."""
 
     def after_step(self, model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
         """Rolls amax histories and updates scales after an optimizer step.

@@ -303,9 +303,11 @@ def optimizer(
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
-    """Returns the functions that quantize masters into FP8 weights."""
+    """Returns the functions that quantize masters into trained FP8 weights."""
     return {
-        layer.weight: layer.set_weight for layer in _linears(model).values() if layer.fp8_params
+        layer.weight: layer.set_weight
+        for layer in _linears(model).values()
+        if layer.fp8_params and layer.weight.requires_grad
     }
 
 
