@@ -135,6 +135,7 @@ GOLDEN = [
     ("+fp8.margin=1", "+fp8.margin=1: fp8.margin already exists; remove the +: fp8.margin=1"),
     ("+fp8.margin=one", "fp8.margin=one: expected an integer, got str"),
     ("++recipe=llama_8c", "recipe=llama_8c: no such recipe; did you mean 'llama_8b'?"),
+    ("~fp8.margi", "fp8.margi: no such key; did you mean 'fp8.margin'?"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
     (

@@ -67,7 +67,6 @@ TYPED = {
     ("trainer.compile=null",): "trainer.compile=null: not an option; choose from auto, on, off",
     ("task={}",): "task={}: expected the name of a preset",
     ("fp8.x=1",): "fp8.x: no such key",
-    ("~fp8.margi",): "fp8.margi: no such key; did you mean 'fp8.margin'?",
     # empty values
     ("optim.lr=",): "optim.lr=: needs a value",
     ("precision=",): "precision=: needs a name; see fp8cfg list precision",
