@@ -1,7 +1,8 @@
 """Amax: the largest magnitude of a tensor, of its tiles, and over the ranks that share it.
 
 scaling.py computes scales from amaxes. This file also has the view of a matrix as tiles
-(`split_tiles`) and `AmaxGroup`, which reduces amaxes if tensor parallelism shards a tensor.
+(`split_tiles`), `AmaxGroup`, which reduces amaxes if tensor parallelism shards a tensor, and
+`keep_overflow` for float16 gradients.
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ def running_max(history: Tensor | None, role: int) -> Tensor | None:
     if history is None:
         return None
     return history[0, role]
+
+
+def keep_overflow(gradient: Tensor, grad_output: Tensor) -> None:
+    """Makes `gradient` infinite, in place, if the float16 `grad_output` overflowed.
+
+    FP8 saturates and would hide the overflow from torch.amp.GradScaler, which lowers its scale only
+    for an infinite gradient.
+    """
+    lowest, highest = grad_output.aminmax()
+    overflowed = lowest.isinf() | highest.isinf()
+    gradient.masked_fill_(overflowed, torch.inf)
 
 
 # --- tiles of a matrix

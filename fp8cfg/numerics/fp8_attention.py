@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8cfg.numerics.amax import compute_amax, record_amax
+from fp8cfg.numerics.amax import compute_amax, keep_overflow, record_amax
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.gemm import Operand, convert_dtype, encode_gemm_record
 from fp8cfg.numerics.quantize import count_out_of_range, quantize
@@ -223,13 +223,15 @@ class AttentionFunction(torch.autograd.Function):
             dk = _dequantize(call.quantize(DQKV, dk, scale), torch.float32)
             dv = _dequantize(call.quantize(DQKV, dv, scale), torch.float32)
         query_dtype, key_dtype, value_dtype = ctx.dtypes
-        return (
+        gradients = (
             dq.to(query_dtype),
             dk.sum(2, keepdim=True).to(key_dtype),
             dv.sum(2, keepdim=True).to(value_dtype),
-            None,
-            None,
         )
+        if grad_output.dtype == torch.float16 and grad_output.numel():
+            for gradient in gradients:
+                keep_overflow(gradient, grad_output)
+        return *gradients, None, None
 
 
 class FP8Attention(nn.Module):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8cfg.numerics.amax import AmaxGroup
+from fp8cfg.numerics.amax import AmaxGroup, keep_overflow
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.numerics.formats import RandomStream, random_key
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, GatheredWeight, WeightStorage
@@ -258,17 +258,6 @@ def operand_kind(operand: Operand | None) -> Any:
     if operand is None:
         return None
     return operand.fmt, operand.tile
-
-
-def keep_overflow(gradient: Tensor, grad_output: Tensor) -> None:
-    """Makes `gradient` infinite, in place, if the float16 `grad_output` overflowed.
-
-    FP8 saturates and would hide the overflow from torch.amp.GradScaler, which lowers its scale only
-    for an infinite gradient.
-    """
-    lowest, highest = grad_output.aminmax()
-    overflowed = lowest.isinf() | highest.isinf()
-    gradient.masked_fill_(overflowed, torch.inf)
 
 
 # `weight` is a property.

@@ -50,6 +50,19 @@ def test_it_is_attention(scaling: Scaling, dtype: torch.dtype) -> None:
     assert ran(layer) == RAN
 
 
+@pytest.mark.parametrize("scaling", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_an_infinite_float16_gradient_is_passed_on(scaling: Scaling) -> None:
+    layer = FP8Attention(scaling, Region(True))
+    q, k, v, _ = qkv(1, torch.float16)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    output = layer(*inputs)
+    gradient = torch.ones_like(output)
+    gradient[0, 0, 0, 0] = torch.inf
+    output.backward(gradient)
+    for t in inputs:
+        assert t.grad is not None and t.grad.isinf().all()
+
+
 def test_outside_the_region_it_is_torchs() -> None:
     layer, t = FP8Attention(DELAYED, Region(True)), qkv(2)
     both_ways(layer, *t)
