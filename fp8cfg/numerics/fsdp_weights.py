@@ -500,7 +500,7 @@ def _set_tensor_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Tenso
     delayed_scales = None
     if scaling.layout.history:
         # A frozen weight is quantized once, with its first scale, also after a load.
-        first_scale = amaxes.new_full((), scaling.first_step == "te")
+        first_scale = amaxes.new_full((), scaling.first_scale)
         scales = []
         for layer in layers:
             assert layer.fp8_scale is not None

@@ -163,6 +163,13 @@ class Scaling:
             fp8_format = "e4m3"
         return fp8_format in self.layout.multiplied
 
+    @property
+    def first_scale(self) -> float:
+        """Delayed scaling: the scale before the first update. 0 stands for "not set yet"."""
+        if self.first_step == "te":
+            return 1.0
+        return 0.0
+
     def fresh_state(self, roles: int = 3, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Returns the state of delayed scaling before the first step, and {} for other algorithms.
 
@@ -171,15 +178,12 @@ class Scaling:
             device: Device of the state.
 
         Returns:
-            fp8_scale: float32 [roles]. 0 stands for "not set yet".
+            fp8_scale: float32 [roles]. See `first_scale`.
             fp8_amax_history: float32 [amax_history_len, roles]. See `roll_amax_history`.
         """
         if not self.layout.history:
             return {}
-        first_scale = 0.0
-        if self.first_step == "te":
-            first_scale = 1.0
-        scale = torch.full((roles,), first_scale, dtype=torch.float32, device=device)
+        scale = torch.full((roles,), self.first_scale, dtype=torch.float32, device=device)
         history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
         return {"fp8_scale": scale, "fp8_amax_history": history}
 

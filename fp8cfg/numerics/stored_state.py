@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, plain
+from fp8cfg.numerics.scaling import Scaling
 
 AMAX = "fp8_amax"
 """float32 [1, 3], attention [1, 6]: the amax record of a layer without a history.
@@ -49,6 +50,7 @@ _stored_form: ContextVar[bool] = ContextVar("stored_form", default=False)
 class FP8Layer(Protocol):
     """A layer with FP8 state, linear or attention."""
 
+    scaling: Scaling
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     fp8_amax: Tensor | None
@@ -286,8 +288,8 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 def complete_delayed(layer: FP8Layer, state: dict[str, Tensor], prefix: str) -> None:
     """Gives `state`, in place, the scales and the amax history of `layer`.
 
-    Missing ones are fresh, unexpected ones are removed. A history of another length is truncated or
-    padded.
+    Missing ones and scales that were not set are fresh, unexpected ones are removed. A history of
+    another length is truncated or padded.
     """
     scale = prefix + "fp8_scale"
     history = prefix + "fp8_amax_history"
@@ -295,11 +297,15 @@ def complete_delayed(layer: FP8Layer, state: dict[str, Tensor], prefix: str) -> 
     if layer.fp8_scale is None or layer.fp8_amax_history is None:
         state.pop(scale, None)
         state.pop(history, None)
-    elif scale not in state:
+        return
+    if scale not in state:
         for name, tensor in layer.fresh_state().items():
             state[prefix + name] = tensor
         vars(layer)[ANEW] = True
-    elif history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
+        return
+    # 0 is a scale that was not set yet. Under first_step=te scales are always set.
+    state[scale] = state[scale].masked_fill(state[scale] == 0, layer.scaling.first_scale)
+    if history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
         state[history] = fit_history(state[history], layer.fp8_amax_history)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,6 +134,18 @@ def test_state_loads_from_every_scaling_into_every_other(fp8_params: bool) -> No
             <= (0.4 if "nvfp4" in (source, target) else 0.13)
             * fresh.up.dequantized_weight(torch.float32).abs().max()
         ), (source, target)
+
+
+def test_scales_that_were_not_set_are_1_under_first_step_te() -> None:
+    """A scale of 0, taken for one that is set, would make everything NaN."""
+    net, _ = convert(Net(), DELAYED)
+    other, region = convert(Net(), replace(DELAYED, first_step="te"))
+    other.load_state_dict(stored_state_dict(net))
+    for layer in fp8_linears(other):
+        assert layer.fp8_scale is not None
+        assert layer.fp8_scale.tolist() == [1.0, 1.0, 1.0]
+    with region.entered():
+        assert other(data(0)).isfinite().all()
 
 
 def test_a_float8_weight_without_its_scale_is_refused() -> None:
