@@ -251,6 +251,12 @@ def _advise(
             "advise: no linear layer ran a training pass in a measured step; check that the model"
             " is not compiled and that its loss reaches the layers"
         )
+    if probe.overflowed - probe.errors.keys():
+        measured_steps = ", ".join(map(str, probe.measured))
+        raise ConfigError(
+            f"advise: gradients overflowed in all measured steps ({measured_steps}); train more"
+            " steps, or set a lower loss scale, such as precision.initial_loss_scale=65536"
+        )
     candidates = probe.candidates
     errors = layer_errors(probe.errors, candidates, healthy_errors(candidates))
     errors = _of_all_ranks(errors, world)

@@ -275,7 +275,7 @@ def measure_gemm(
         candidates: The scalings.
 
     Returns:
-        float32 [candidates, VALUES], for `GemmError.read`.
+        float32 [candidates, VALUES], for `GemmError.read`. NaN if an operand has infinities or NaN.
     """
     # Candidates share operands and products if their keys are equal.
     operands: dict[tuple[int, Scaling], _Quantized] = {}
@@ -308,7 +308,8 @@ def measure_gemm(
                 [torch.stack([error, error_a]), a.statistics, error_b[None], b.statistics]
             )
         rows.append(products[keys])
-    return torch.stack(rows)
+    is_finite = torch.isfinite(first.amax) & torch.isfinite(second.amax)
+    return torch.where(is_finite, torch.stack(rows), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -405,9 +406,11 @@ class AmaxSeries:
         if self._current is None:
             self._num_idle += 1
             return
-        # An idle layer, such as an expert without tokens, has an amax of 0 in its history.
+        # An idle layer, such as an expert without tokens, has an amax of 0 in its history. So has a
+        # step with infinite gradients: the optimizer skips it, and FP8 layers drop its amaxes.
         self.steps += [torch.zeros_like(self._current)] * self._num_idle
-        self.steps.append(self._current)
+        is_finite = torch.isfinite(self._current).all()
+        self.steps.append(torch.where(is_finite, self._current, 0.0))
         self._current = None
         self._num_idle = 0
 

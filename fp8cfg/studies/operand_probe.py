@@ -14,6 +14,7 @@ chosen step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,8 @@ class OperandProbe:
 
     Attributes:
         errors: By layer and GEMM, a list for each measured step with the errors under each
-            candidate.
+            candidate. Steps with infinite gradients are left out.
+        overflowed: Layers and GEMMs left out in a step, with infinities or NaN in an operand.
         measured: Numbers of the measured steps, from 1.
         layers: The layers by name.
         seconds: Seconds of each step. The key tells measured steps from others.
@@ -84,6 +86,7 @@ class OperandProbe:
             for seed, (name, (module, matrix)) in enumerate(layers.items())
         }
         self.errors: dict[tuple[str, int], list[list[GemmError]]] = {}
+        self.overflowed: set[tuple[str, int]] = set()
         self.measured: list[int] = []
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self._num_steps = 0
@@ -134,7 +137,13 @@ class OperandProbe:
     def _read(self) -> None:
         """Copies the measurements of this step to the host."""
         for (name, gemm), values in self._values.items():
-            errors = [GemmError.read(gemm, row) for row in values.tolist()]
+            rows = values.tolist()
+            # A loss scale that is still too large, as in the first steps of fp16. All candidates
+            # have the same operands.
+            if math.isnan(rows[0][0]):
+                self.overflowed.add((name, gemm))
+                continue
+            errors = [GemmError.read(gemm, row) for row in rows]
             self.errors.setdefault((name, gemm), []).append(errors)
         self._values.clear()
 

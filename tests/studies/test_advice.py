@@ -468,3 +468,26 @@ def test_what_the_command_cannot_do(capsys: Out) -> None:
     assert "steps=1: must be at least 2" in refused(capsys, "advise", *SMALL, "--steps", "1")[0]
     assert "did you mean 'fp8.margin'" in refused(capsys, "advise", "fp8.margn=1")[0]
     assert "no such GPU" in refused(capsys, "advise", "--gpu", "h1000")[0]
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_an_overflowed_gradient_is_not_measured(factor: float) -> None:
+    """A step that the loss scaler skips has no error, not an error of 0."""
+    layer = nn.Linear(32, 32)
+    probe = OperandProbe({"layer": (layer, lambda weight: weight)}, [candidate("bf16_fp8_current")])
+    x = torch.randn(8, 32, requires_grad=True)
+    with probe:
+        for scale in (1.0, factor):
+            with probe.step(measured=True):
+                (layer(x).square().sum() * scale).backward()
+    measured = {gemm: len(steps) for (_, gemm), steps in probe.errors.items()}
+    assert measured == {FPROP: 2, DGRAD: 1, WGRAD: 1}
+    assert probe.overflowed == {("layer", DGRAD), ("layer", WGRAD)}
+    assert torch.stack(probe.layers["layer"].amaxes.steps).isfinite().all()
+
+
+def test_advice_without_a_usable_gradient_is_an_error() -> None:
+    """fp16 begins with a loss scale of 2^32, under which all first gradients overflow."""
+    recipe = small("precision=fp16")
+    with pytest.raises(fp8cfg.ConfigError, match=r"overflowed in all measured steps \(1, 2\)"):
+        fp8cfg.advise(recipe, steps=2, every=1)
