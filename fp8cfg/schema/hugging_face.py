@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8cfg.schema.errors import ConfigError, PlainWarning, suggest
+from fp8cfg.schema.errors import ConfigError, PlainWarning, did_you_mean, nearest
 from fp8cfg.schema.hub import CONFIG, PREFIX, local_folder, pinned
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import Model, RopeScaling
@@ -231,9 +231,10 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     families = registered_families()
     model_type = str(config.get("model_type"))
     if model_type not in families:
+        hint = did_you_mean(nearest(model_type, families))
         raise ConfigError(
-            f"config.json: model_type={model_type}: not"
-            f" supported{suggest(model_type, families)}; supported are {', '.join(families)}"
+            f"config.json: model_type={model_type}: not supported{hint}; supported are"
+            f" {', '.join(families)}"
         )
     return families[model_type]
 
@@ -383,16 +384,18 @@ def _read_windows(config: Mapping[str, Any], model: Model, num_layers: int) -> d
         num_layers: Number of layers.
 
     Raises:
-        ConfigError: The layers with a window do not follow one interval.
+        ConfigError: The layers with a window do not follow one interval, or their kind is unknown.
     """
     layer_types = config.get("layer_types")
     window = config.get("sliding_window", model.sliding_window)
-    # Qwen2 has a sliding_window in every config.json, and disables it with this key.
-    if config.get("use_sliding_window") is False:
+    # Qwen has a sliding_window in every config.json, and this key, by default false, enables it.
+    # Families without windows ignore their sliding_window.
+    if not config.get("use_sliding_window", model.sliding_window is not None):
         window = None
     # Gemma 3 had sliding_window_pattern before transformers wrote layer_types.
     interval = config.get("sliding_window_pattern", model.window_attn_skip_freq)
     if layer_types:
+        _check_layer_types(layer_types, num_layers)
         has_window = [kind == "sliding_attention" for kind in layer_types]
         if not any(has_window):
             window = None
@@ -406,6 +409,21 @@ def _read_windows(config: Mapping[str, Any], model: Model, num_layers: int) -> d
             " window"
         )
     return {"sliding_window": window, "window_attn_skip_freq": interval}
+
+
+def _check_layer_types(layer_types: list[Any], num_layers: int) -> None:
+    """Raises ConfigError unless each layer has full attention or a sliding window."""
+    if len(layer_types) != num_layers:
+        raise ConfigError(
+            f"config.json: layer_types: expected {num_layers} entries, one for each layer, got"
+            f" {len(layer_types)}"
+        )
+    for kind in layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"config.json: layer_types: {kind} is not supported; use full_attention or"
+                " sliding_attention"
+            )
 
 
 def _window_interval(has_window: list[bool], expected: int | None, num_layers: int) -> int | None:

@@ -136,6 +136,14 @@ def test_what_no_family_says_is_refused_by_its_key() -> None:
             },
             "config.json: layer_types: layers without a sliding window must be evenly spaced",
         ),
+        (
+            {"model_type": "gemma3_text", "layer_types": ["sliding_attention"]},
+            "config.json: layer_types: expected 2 entries, one for each layer, got 1",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
+            "config.json: layer_types: linear_attention is not supported; use full_attention or",
+        ),
     ],
 )
 def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], message: str) -> None:
@@ -148,6 +156,14 @@ def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], me
     with pytest.raises(ConfigError) as e:
         hugging_face.family_of_config(config).read({**shape, **config})
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mistral", 8), ("qwen2", None), ("qwen3", None)])
+def test_a_window_that_is_not_enabled(kind: str, window: int | None) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config = {**shape, "sliding_window": 8}
+    assert transformers.AutoConfig.for_model(kind, **config).sliding_window == window
+    assert hugging_face.registered_families()[kind].read(config).sliding_window == window
 
 
 @pytest.mark.parametrize(
