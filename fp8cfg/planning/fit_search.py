@@ -51,7 +51,8 @@ class Fit:
     Attributes:
         recipe: The changed recipe.
         words: The overrides, such as "storage.shard=fsdp".
-        ranks: Number of ranks, if the recipe needs more than requested. None otherwise.
+        ranks: Number of ranks, if the recipe needs more than requested, or its own number.
+            None otherwise.
         peak: Planned peak memory in bytes on each rank.
     """
 
@@ -61,9 +62,9 @@ class Fit:
     peak: int = 0
 
     def where(self, here: str) -> str:
-        """Returns `here`, or "on N GPUs" if the recipe needs more ranks."""
+        """Returns `here`, or "on N GPUs" if the recipe needs another number of ranks."""
         if self.ranks:
-            return f"on {self.ranks} GPUs"
+            return f"on {self.ranks} GPU{'s' * (self.ranks > 1)}"
         return here
 
 

@@ -233,7 +233,11 @@ def _find_alternative(
             placed = place_on_gpus(recipe, *split_into_nodes(ranks))
         fit = search.nearest(placed, ranks)
         if fit and fit.peak <= free:
-            return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
+            fit = replace(fit, words=changed_overrides(recipe, fit.recipe))
+            # The overrides don't name the recipe's own number of ranks.
+            if ranks == recipe_ranks != world:
+                fit = replace(fit, ranks=fit.ranks or ranks)
+            return problems, fit
         closest = closest or fit
     if closest and problems:
         problems = append_smallest_peak(problems, closest)

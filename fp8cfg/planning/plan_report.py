@@ -97,7 +97,8 @@ class PlanReport:
     def write(self) -> Sequence[str]:
         """Overrides to get a recipe that runs. Empty without `problems`.
 
-        The recipe may need more ranks. If the model fits nowhere, it is a smoke run.
+        The recipe may need more ranks, or only its own number. If the model fits nowhere, it is a
+        smoke run.
         """
         if self.offered is None:
             return ()
@@ -274,11 +275,13 @@ def _data_section(report: PlanReport) -> str:
 def _problem_section(report: PlanReport) -> str:
     """The problems, and the overrides of a recipe that runs instead."""
     lines = [f"does not run: {problem}" for problem in report.problems]
-    overrides = " ".join(report.write)
-    if report.offered and report.offered.ranks:
-        lines.append(f"runs on {report.offered.ranks} GPUs with: {overrides}")
-    elif report.offered:
-        lines.append(f"runs with: {overrides}")
+    if report.offered:
+        line = "runs"
+        if report.offered.ranks:
+            line += f" {report.offered.where('')}"
+        if report.write:
+            line += f" with: {' '.join(report.write)}"
+        lines.append(line)
     return "\n".join(wrapped(line, more="  ") for line in lines)
 
 

@@ -10,7 +10,7 @@ import pytest
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
-from fp8cfg.cli import launch_run
+from fp8cfg.cli import check, launch_run
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.cli.recipe_arguments import command_lines, resolve_recipe
 from fp8cfg.planning import preflight
@@ -330,6 +330,24 @@ def test_a_recipe_below_its_own_coverage_is_not_offered() -> None:
     assert list(report.write) == ["trainer.smoke=true"]
     report = fp8cfg.plan(fp8cfg.compose([*words, "fp8.min_coverage=0.8"]), gpu="l40s")
     assert "storage.shard=zero2" in report.write and len(report.problems) == 1
+
+
+def test_a_recipe_that_runs_on_its_own_gpus_only_is_offered_with_their_number() -> None:
+    """64 GPUs are two replicas with two microbatches each, too few for four stages."""
+    words = ["recipe=llama_70b", "precision=bf16"]
+    words += ["trainer.global_batch_size=12", "trainer.micro_batch_size=3"]
+    report = fp8cfg.plan(fp8cfg.compose(words), gpu="b200", gpus=64)
+    assert report.problems and report.offered is not None
+    assert (report.offered.ranks, report.write) == (32, ())
+    assert str(report).partition("global_batch_size=24\n")[2].startswith("runs on 32 GPUs\n")
+
+
+def test_a_smoke_run_has_no_least_coverage() -> None:
+    """`check` plans the whole recipe, the run only a part of it."""
+    words = ["recipe=llama_tiny", "precision=bf16_fp8", "fp8.min_coverage=0.99"]
+    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8.min_coverage=0.99"):
+        check.run([*words, "data.tokenizer=bytes"])
+    assert check.run([*words, "data.tokenizer=bytes", "trainer.smoke=true"]) == 0
 
 
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
