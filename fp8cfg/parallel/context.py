@@ -33,7 +33,8 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     returns logits of this rank's tokens only.
 
     Args:
-        model: The Transformer.
+        model: The Transformer. From here on it takes only lengths that are a multiple of
+            2 * ranks.
         mesh: The device mesh, with an axis `cp`.
     """
     group = mesh.get_group("cp")
@@ -52,15 +53,27 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
 def _split_arguments(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of a Transformer: replaces its arguments by this rank's chunks of them."""
+    """Forward pre-hook of a Transformer: replaces its arguments by this rank's chunks of them.
+
+    Raises:
+        ValueError: The sequences cannot be split into equal chunks.
+    """
     context: ContextRank = model.context  # type: ignore[assignment]
     arguments = {**dict(zip(("tokens", "targets"), args, strict=False)), **kwargs}
     tokens = arguments["tokens"]
+    num_tokens = tokens.shape[1]
+    num_chunks = 2 * context.size
+    if num_tokens % num_chunks:
+        # Chunks of different lengths would stall the gathers of keys and values.
+        raise ValueError(
+            f"tokens of shape {list(tokens.shape)}: {context.size} context ranks need a multiple of"
+            f" {num_chunks} tokens; cut or pad the sequences"
+        )
     targets = arguments.get("targets")
     if targets is not None:
         targets = context.part(targets)
     # Positions are explicit: this rank's two chunks are not consecutive.
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = torch.arange(num_tokens, device=tokens.device)
     documents = None
     return (context.part(tokens), targets, documents, context.part(positions)), {}
 

@@ -16,7 +16,7 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.models import TransformerConfig, attention
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.parallel.context import ContextRank, split_sequences
+from fp8cfg.parallel.context import ContextRank, _split_arguments, split_sequences
 from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.schema.training import Strategy
@@ -343,3 +343,15 @@ def test_chunks_of_a_sequence_are_dealt_out_evenly() -> None:
     assert [rank.chunks for rank in ranks] == [(0, 5), (1, 4), (2, 3)]
     assert ranks[1].part(torch.arange(12)).tolist() == [2, 3, 8, 9]
     assert sorted(c for rank in ranks for c in rank.chunks) == list(range(6))
+
+
+@pytest.mark.parametrize("length", [2, 6, 7])
+def test_sequences_that_do_not_split_evenly_are_refused_on_all_ranks(length: int) -> None:
+    """Otherwise some ranks would wait for the others' keys forever."""
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    for rank in (0, 1):
+        model = Transformer(TransformerConfig(1, 32, 48, 2, 2, 16, 64, 16))
+        model.context = ContextRank(rank, 2, "")
+        model.register_forward_pre_hook(_split_arguments, with_kwargs=True)
+        with pytest.raises(ValueError, match="2 context ranks need a multiple of 4 tokens"):
+            model(tokens, targets=tokens)
