@@ -37,7 +37,7 @@ from fp8cfg.parallel.fsdp import start_single_rank_group
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
 from fp8cfg.parallel.process_group import world_along
-from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+from fp8cfg.parallel.tensor import TensorRank, finish_layers, split_model
 from fp8cfg.planning.job_plan import Plan
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.rules_layout import by_fsdp2
@@ -139,7 +139,7 @@ def _keep_rank_part(model: Transformer, plan: Plan, mesh: DeviceMesh) -> Pipelin
     if strategy.context_parallel_size > 1:
         split_sequences(model, mesh)
     if strategy.tensor_model_parallel_size > 1:
-        split_model(model, tensor_rank(strategy, plan.hardware.device, mesh))
+        split_model(model, TensorRank(mesh, strategy.sequence_parallel))
     if strategy.pipeline_model_parallel_size == 1:
         return None
     pipeline = PipelineRank.from_strategy(strategy, model.config.num_layers, mesh)

@@ -207,7 +207,7 @@ class Transformer(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocabulary_part)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, device: str = "cpu") -> None:
+    def init_weights(self, seed: int) -> None:
         """Initializes every parameter, or this rank's part of it. See `weight_init.init_parameter`.
 
         One seed gives one model. The values depend neither on the device and dtype of the
@@ -215,7 +215,6 @@ class Transformer(nn.Module):
 
         Args:
             seed: Seed of the random numbers.
-            device: Device that draws them, in float32. A GPU draws other numbers than a CPU.
         """
         for name, parameter in self.named_parameters():
             shard = self.shards.get(name)
@@ -223,7 +222,7 @@ class Transformer(nn.Module):
             if shard is not None and shard.dim == 1:
                 columns *= shard.ranks
             for part, offset in local_parts(parameter, shard):
-                init_parameter(part, name, self.config, seed, columns, offset, device)
+                init_parameter(part, name, self.config, seed, columns, offset)
 
     def _rotary_tables(
         self, positions: Tensor

@@ -90,7 +90,6 @@ def init_parameter(
     seed: int,
     columns: int | None = None,
     offset: tuple[int, ...] = (0, 0),
-    device: str = "cpu",
 ) -> None:
     """Fills a part of a parameter with its initial values.
 
@@ -105,11 +104,10 @@ def init_parameter(
         seed: See `draw_normal`.
         columns: See `draw_normal`.
         offset: See `draw_normal`. Vectors ignore it.
-        device: See `draw_normal`.
     """
     if out.dim() > 1:
         place = (offset[0], offset[1])
-        draw_normal(out, init_std(config, name), seed, name, columns, place, device)
+        draw_normal(out, init_std(config, name), seed, name, columns, place)
     elif name.endswith(".bias") or config.layernorm_zero_centered_gamma:
         out.fill_(0.0)
     else:
@@ -131,9 +129,8 @@ def draw_normal(
     name: str,
     columns: int | None = None,
     offset: tuple[int, int] = (0, 0),
-    device: str = "cpu",
 ) -> None:
-    """Fills a part of a weight from normal(0, `std`).
+    """Fills a part of a weight from normal(0, `std`), drawn in float32 on the CPU.
 
     Args:
         out: The part [rows, columns], any float dtype and device.
@@ -142,7 +139,6 @@ def draw_normal(
         name: Name of the weight.
         columns: Columns of the full weight. Defaults to the columns of `out`.
         offset: First row and column of the part in the full weight.
-        device: Device that draws the numbers, in float32. A GPU draws other numbers than a CPU.
     """
     first_row, first_column = offset
     columns = columns or out.shape[1]
@@ -150,8 +146,9 @@ def draw_normal(
     last_row = first_row + len(out)
     if out.numel() == 0:
         return
-    generator = torch.Generator(device)
-    values = torch.empty(rows_per_block, columns, dtype=torch.float32, device=device)
+    # On the CPU: a GPU draws other numbers.
+    generator = torch.Generator("cpu")
+    values = torch.empty(rows_per_block, columns, dtype=torch.float32, device="cpu")
     for block in range(first_row // rows_per_block, math.ceil(last_row / rows_per_block)):
         block_start = block * rows_per_block
         generator.manual_seed(block_seed(seed, name, block))

@@ -116,9 +116,7 @@ class StallWatch:
         description = str(collective)
         if collective.group:
             ranks = dist.get_process_group_ranks(collective.group)
-            axes = group_axes(self.strategy, ranks, self.heartbeat.size)
-            if axes:
-                description += f" over {axes}"
+            description += f" over {group_axes(self.strategy, ranks, self.heartbeat.size)}"
         if not collective.name:
             description += f" ({first_line(cause)})"
         peers = self.heartbeat.describe_peers()

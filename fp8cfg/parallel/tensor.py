@@ -37,9 +37,7 @@ from fp8cfg.numerics.amax import AmaxGroup, all_reduce_max
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.parallel import tensor_collectives
-from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.parallel.tensor_collectives import all_reduce, all_reduce_both
-from fp8cfg.schema.training import Strategy
 
 COLUMN_PARALLEL_AMAXES = ((WEIGHT, 0), (GRAD_OUTPUT, 1))
 ROW_PARALLEL_AMAXES = ((INPUT, 1), (WEIGHT, 1))
@@ -102,17 +100,6 @@ class TensorRank:
         if self.sequence:
             return TokenShard(self.rank, self.size, self.group)
         return None
-
-
-def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
-    """Returns this rank's place. All ranks call it.
-
-    Args:
-        strategy: The layout.
-        device: "cpu" or "cuda".
-        mesh: The device mesh. By default it is created.
-    """
-    return TensorRank(mesh or device_mesh(strategy, device), strategy.sequence_parallel)
 
 
 def split_model(model: Transformer, place: TensorRank) -> None:

@@ -21,8 +21,9 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics import token_shard
 from fp8cfg.parallel import tensor_collectives
+from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.parallel.process_group import SENT, World
-from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
+from fp8cfg.parallel.tensor import TensorRank, finish_layers, partial_gradients, split_model
 from fp8cfg.schema.training import Strategy
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
@@ -237,9 +238,7 @@ def family(
 ) -> dict[str, float]:
     """Largest differences of loss, logits and gradients of a model of split matrices from those of the whole one, whose parameters
     are all different; and of the weights that both draw."""
-    here = tensor_rank(
-        Strategy(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel), "cpu"
-    )
+    here = TensorRank(device_mesh(Strategy(tensor_model_parallel_size=2), "cpu"), sequence_parallel)
     whole, split = (
         Transformer(
             TransformerConfig(**{**CONFIG, **changes}),
