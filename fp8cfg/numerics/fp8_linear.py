@@ -585,7 +585,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
     @property
     def gemms_ran(self) -> Tensor:
-        """int32 [3], a new tensor: what fprop, dgrad and wgrad multiplied last (`gemm.decode`)."""
+        """int32 [3], a new tensor: what each GEMM multiplied last. See `decode_gemm_record`."""
         return self.ran_forward + self.ran_backward
 
     def clear_gemms_ran(self) -> None:

@@ -339,7 +339,7 @@ _ALIASES = {
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.default,
 }
-"""Operations whose result is the same gathered weight."""
+"""Operations of FSDP2 and autograd. If shape and strides stay, the result is a GatheredWeight."""
 
 
 class GatheredWeight(Tensor):
@@ -414,7 +414,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _ALIASES:
+        if func in _ALIASES and _keeps_layout(*args):
             return cls(args[0].tensors, args[0].dtype, args[0].codec)
 
         def decode_weight(weight: GatheredWeight) -> Tensor:
@@ -422,3 +422,15 @@ class GatheredWeight(Tensor):
 
         args, kwargs = tree_map_only(GatheredWeight, decode_weight, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _keeps_layout(
+    weight: Tensor,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    *_: Any,
+) -> bool:
+    """Tells whether the arguments of an operation in _ALIASES keep the shape and the strides."""
+    keeps_shape = shape is None or list(shape) == list(weight.shape)
+    keeps_strides = strides is None or list(strides) == list(weight.stride())
+    return keeps_shape and keeps_strides

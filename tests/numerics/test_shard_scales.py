@@ -15,7 +15,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling
 from fp8cfg.numerics.amax import AmaxGroup, compute_amax, record_amax
-from fp8cfg.numerics.fp8_weights import FP8Weight, store
+from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight, store
 from fp8cfg.numerics.fsdp_weights import (
     ShardPlace,
     ShardScales,
@@ -53,6 +53,19 @@ SHAPES = [
     (16, 48, 4),
     (304, 32, 20),
 ]  # rows, columns, ranks: even, cut tiles, uneven, empty
+
+
+def test_views_of_a_gathered_weight_have_their_own_shape() -> None:
+    stored = store_and_record(torch.randn(8, 6), SCALINGS["tensor"], None, None, None)
+    weight = nn.Parameter(GatheredWeight(stored, torch.float32))
+    values = stored.values(torch.float32)
+    assert torch.equal(weight.view(-1), values.view(-1))
+    assert torch.equal(weight.unflatten(0, (2, 4)), values.unflatten(0, (2, 4)))
+    assert torch.equal(weight.as_strided((6, 8), (1, 6)), values.t())
+    for same in (weight.detach(), weight.view(8, 6), weight.as_strided((8, 6), (6, 1))):
+        assert isinstance(same, GatheredWeight)
+    weight.view(-1).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(8, 6))
 
 
 def bits(t: Tensor) -> Tensor:
