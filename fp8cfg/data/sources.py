@@ -391,7 +391,7 @@ def kind_of(path: str) -> str:
         A key of TABLES.
 
     Raises:
-        DataError: The path does not exist.
+        DataError: The path does not exist, or the folder has tables of several formats.
     """
     root = Path(path)
     if not is_pattern(root):
@@ -400,11 +400,18 @@ def kind_of(path: str) -> str:
     if root.is_dir():
         if (root / "dataset_info.json").exists() or (root / "dataset_dict.json").exists():
             return "dataset"
-        names = [file.name for file in root.rglob("*")]
-    for kind in ("parquet", "csv"):
-        if any(name.lower().endswith(SUFFIXES[kind]) for name in names):
-            return kind
-    return "jsonl"
+        every_suffix = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+        names = [file.name for file in files_under(root, every_suffix, set())[0]]
+    kinds = []
+    for kind, suffixes in SUFFIXES.items():
+        if any(name.lower().endswith(suffixes) for name in names):
+            kinds.append(kind)
+    if len(kinds) > 1:
+        raise DataError(
+            f"{path}: has files of several formats ({', '.join(kinds)}); give a pattern such as"
+            f" {root / '*'}{SUFFIXES[kinds[0]][0]}"
+        )
+    return kinds[0] if kinds else "jsonl"
 
 
 CONVERSATIONS = frozenset({"messages", "conversations", "completion", "instruction"})

@@ -138,6 +138,17 @@ def test_rows_that_are_left_out_are_counted_by_reason(tmp_path: Path) -> None:
     )
 
 
+def test_tables_of_two_formats_are_not_read_in_part(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
+    (tmp_path / "b.csv").write_text("prompt,completion\n1?,one\n")
+    with pytest.raises(DataError, match=r"several formats \(jsonl, csv\); give a pattern such as"):
+        load_conversations(str(tmp_path), BYTES, 64)
+    assert len(load_conversations(str(tmp_path / "*.jsonl"), BYTES, 64)) == 1
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "b.csv").rename(tmp_path / ".cache" / "b.csv")
+    assert len(load_conversations(str(tmp_path), BYTES, 64)) == 1
+
+
 def test_alpaca_rows_of_csv(tmp_path: Path) -> None:
     path = tmp_path / "alpaca.csv"
     path.write_text('instruction,input,output\n"Add, please","1 and 1",2\nSay hi,,hi\n')
