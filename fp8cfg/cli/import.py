@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.recipe_registry import recipes
 from fp8cfg.schema.safe_files import default_recipe
 
+OPTIONS = ("--config-dir", "--output")
 FORMS = ("--yaml", "--json", "--python")
 USAGE = """
 fp8cfg import PROJECT FILE [recipe=NAME] [key=value ...]
@@ -127,18 +129,49 @@ def run(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> Arguments:
-    """Splits the arguments before --. Raises ConfigError for Megatron-LM's flags among them."""
-    megatron_flags = []
-    for arg in argv:
-        if arg.startswith("--") and PROJECTS["megatron"].key_table.has_entry(arg.partition("=")[0]):
-            megatron_flags.append(arg)
-    if "megatron" in argv and megatron_flags:
-        flags = argv[argv.index(megatron_flags[0]) :]
-        command = " ".join(arg for arg in flags if not arg.startswith("recipe="))
-        raise ConfigError(
-            f"import megatron: flags go after --, as in: fp8cfg import megatron -- {command}"
-        )
-    return split(argv, ("--config-dir", "--output"), FORMS)
+    """Splits the arguments before --. Raises ConfigError for the project's own among them."""
+    project = next((arg for arg in argv if arg in PROJECTS), "")
+    # Not torchtitan: it has no arguments after --.
+    if project and project != "torchtitan":
+        table = PROJECTS[project].key_table
+        for position, arg in enumerate(argv):
+            if arg.startswith("--") and table.has_entry(arg.partition("=")[0]):
+                raise _misplaced(project, argv[:position], argv[position:])
+    return split(argv, OPTIONS, FORMS)
+
+
+def _misplaced(project: str, before: list[str], source_words: list[str]) -> ConfigError:
+    """Returns the error for arguments of the project before --, with the right command."""
+    words = []
+    for arg in source_words:
+        if arg.partition("=")[0] in (*OPTIONS, *FORMS):
+            break
+        if not arg.startswith("recipe="):
+            words.append(arg)
+    recipe_words = [arg for arg in [*before, *source_words] if arg.startswith("recipe=")]
+    # Other projects have KEY=VALUE after --, without dashes.
+    if project != "megatron":
+        words = _as_fields(words)
+    problem = f"import {project}: its arguments go after --"
+    try:
+        from_words(project, words)
+    except ConfigError as error:
+        return ConfigError([problem, *error.problems])
+    command = ["fp8cfg", "import", project, *recipe_words, "--", *words]
+    return ConfigError(f"{problem}, as in: {shlex.join(command)}")
+
+
+def _as_fields(flags: list[str]) -> list[str]:
+    """Converts --KEY VALUE and --KEY=VALUE to KEY=VALUE. A flag without a value is true."""
+    fields: list[str] = []
+    for flag in flags:
+        if flag.startswith("--"):
+            fields.append(flag[2:])
+        elif fields and "=" not in fields[-1]:
+            fields[-1] += f"={flag}"
+        else:
+            fields.append(flag)
+    return [field if "=" in field else f"{field}=true" for field in fields]
 
 
 def _apply_overrides(arguments: Arguments, base: Recipe, imported: Recipe) -> Recipe:
@@ -239,8 +272,10 @@ def _find_source(arguments: Arguments, source_words: list[str]) -> tuple[str, Pa
     if files:
         raise ConfigError(f"import {project}: needs a file or arguments after --, not both")
     # Probably fields of the project without the --.
-    fields = " ".join(word for word in arguments.words if not word.startswith("recipe="))
-    example = f", as in: fp8cfg import {project} -- {fields}" if fields else ""
+    recipe_words = [word for word in arguments.words if word.startswith("recipe=")]
+    fields = [word for word in arguments.words if not word.startswith("recipe=")]
+    command = shlex.join(["fp8cfg", "import", project, *recipe_words, "--", *fields])
+    example = f", as in: {command}" if fields else ""
     raise ConfigError(f"import {project}: needs a file, or arguments after --{example}")
 
 

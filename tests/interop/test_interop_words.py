@@ -62,12 +62,22 @@ def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_words_that_stand_on_the_wrong_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "import", "nemo", "recipe=llama_8b", "fp8=hybrid", "fp8_margin=1") == [
-        "import nemo: needs a file, or arguments after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"
+        "import nemo: needs a file, or arguments after --, as in: fp8cfg import nemo recipe=llama_8b -- fp8=hybrid fp8_margin=1"
     ]
     assert refused(
         capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid"
     ) == [
-        "import megatron: flags go after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"
+        "import megatron: its arguments go after --, as in: fp8cfg import megatron recipe=llama_8b -- --bf16 --fp8-format=hybrid"
+    ]
+    assert refused(capsys, "import", "accelerate", "--mixed_precision", "fp8", "--output", "x") == [
+        "import accelerate: its arguments go after --, as in: fp8cfg import accelerate -- mixed_precision=fp8"
+    ]
+    assert refused(capsys, "import", "accelerate", "--mixed_precision", "fp9") == [
+        "import accelerate: its arguments go after --",
+        "mixed_precision=fp9: not an option; did you mean 'fp8'?",
+    ]
+    assert refused(capsys, "import", "nemo", "--bf16", "--fp8", "hybrid") == [
+        "import nemo: its arguments go after --, as in: fp8cfg import nemo -- bf16=true fp8=hybrid"
     ]
     assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == [
         "--outptu: no such option; did you mean '--output'?"
