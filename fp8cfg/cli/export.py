@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -111,19 +112,14 @@ def run(argv: list[str]) -> int:
         ("--config-dir", "--output", "--fp8", "--dtype", "--slurm"),
         (*FORMS, "--full", "--merge"),
     )
-    if arguments.plain[:1] == ["hf"]:
+    form = next((word for word in arguments.plain[:1] if word in _OPTIONS), "")
+    _refuse_other_options(arguments, form)
+    if form == "hf":
         return run_hf(arguments)
-    if arguments.plain[:1] == ["peft"]:
+    if form == "peft":
         return run_peft(arguments)
-    if arguments.plain[:1] == ["slurm"]:
+    if form == "slurm":
         return run_slurm(arguments)
-    if arguments.one("--slurm"):
-        raise ConfigError("--slurm: of export slurm alone")
-    for option in ("--fp8", "--dtype"):
-        if arguments.one(option):
-            raise ConfigError(f"{option}: of export hf alone")
-    if "--merge" in arguments.flags:
-        raise ConfigError("--merge: of export hf alone")
     project = _project(arguments)
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     try:
@@ -150,6 +146,31 @@ def run(argv: list[str]) -> int:
     if output and forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
     return print_or_write(text, output)
+
+
+_OPTIONS = {
+    "hf": ("--dtype", "--fp8", "--merge"),
+    "peft": (),
+    "slurm": ("--slurm", "--output", "--config-dir"),
+    "": (*FORMS, "--full", "--output", "--config-dir"),
+}
+"""Options of each form of export. "" is a recipe, and also the file of another project."""
+
+
+def _refuse_other_options(arguments: Arguments, form: str) -> None:
+    """Raises ConfigError for options of another form of export. They would have no effect."""
+    problems = []
+    for option in sorted([*arguments.options, *arguments.flags]):
+        if option in _OPTIONS[form]:
+            continue
+        forms = [
+            f"export {name or 'of a recipe'}"
+            for name, options in _OPTIONS.items()
+            if option in options
+        ]
+        here = f"export {form or 'of a recipe'}"
+        problems.append(f"{option}: has no effect on {here}, it is for {' and '.join(forms)}")
+    refuse_if(problems)
 
 
 def _project(arguments: Arguments) -> str | None:
@@ -308,7 +329,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
     if found.recipe.lora.enabled and not merge:
         raise ConfigError(
             f"{named}: it trained only adapters, its other weights are the base model's; write --merge to"
-            f" add them to these, or: fp8cfg export peft {named} OUT"
+            f" add them to these, or: fp8cfg export peft {shlex.quote(named)} OUT"
         )
     # Merging would change the shared weight, and so the embedding too. It had no adapter.
     tied = found.recipe.model.share_embeddings_and_output_weights
@@ -319,7 +340,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
     ):
         raise ConfigError(
             "--merge: the output layer has adapters and the embedding, whose weight it has, none;"
-            f" write: fp8cfg export peft {named} OUT"
+            f" write: fp8cfg export peft {shlex.quote(named)} OUT"
         )
 
 
@@ -354,8 +375,7 @@ def run_peft(arguments: Arguments) -> int:
     Args:
         arguments: "peft", the run folder and the new folder.
     """
-    options = arguments.flags or arguments.one("--fp8") or arguments.one("--dtype")
-    if len(arguments.plain) != 3 or arguments.words or options:
+    if len(arguments.plain) != 3 or arguments.words:
         raise ConfigError(
             "export peft: needs a run folder and a new folder, as in: fp8cfg export peft"
             " runs/NAME OUT"
@@ -370,7 +390,7 @@ def run_peft(arguments: Arguments) -> int:
     if not node.enabled:
         raise ConfigError(
             f"{run_folder}: has no adapters, all weights were trained; write: fp8cfg export hf"
-            f" {run_folder} OUT"
+            f" {shlex.quote(run_folder)} OUT"
         )
     family, every = (
         hugging_face.family_of_model(found.recipe.model),
@@ -409,10 +429,6 @@ def run_slurm(arguments: Arguments) -> int:
     Args:
         arguments: "slurm", a recipe file if any, overrides and options.
     """
-    if arguments.flags:
-        raise ConfigError(
-            f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"
-        )
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
     recipe = compose_recipe(arguments.words, folder, recipe_file(said, ()))
     refuse_if(training_data.unintended_data(recipe))

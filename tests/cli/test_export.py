@@ -379,6 +379,25 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
             ["slurm", "--slurm", "partition=gpu\nrm=x"],
             ["--slurm 'partition=gpu\\nrm=x': has a line break; write one line"],
         ),
+        (
+            ["hf", "RUN", "OUT", "--output", "x", "--full"],
+            [
+                "--full: has no effect on export hf, it is for export of a recipe",
+                "--output: has no effect on export hf, it is for export slurm and export of a recipe",
+            ],
+        ),
+        (
+            ["peft", "RUN", "OUT", "--merge"],
+            ["--merge: has no effect on export peft, it is for export hf"],
+        ),
+        (
+            ["slurm", "--fp8", "block"],
+            ["--fp8: has no effect on export slurm, it is for export hf"],
+        ),
+        (
+            ["te", "--slurm", "partition=gpu"],
+            ["--slurm: has no effect on export of a recipe, it is for export slurm"],
+        ),
         (["slrum"], ["slrum: no such project; did you mean 'slurm'?"]),
         (
             ["fp8.margin=1"],
