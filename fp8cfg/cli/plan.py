@@ -182,5 +182,5 @@ def _count(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or len(text) > 7 or int(text) < 1:
-        raise ConfigError(f"--gpus {text}: expected a number of GPUs, 1 to 9999999")
+        raise ConfigError(f"--gpus {text[:40]}: expected a number of GPUs, 1 to 9999999")
     return int(text)

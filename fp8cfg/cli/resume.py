@@ -105,7 +105,8 @@ def _read_step(text: str | None) -> int | None:
     """Parses --step. Raises ConfigError."""
     if text is None:
         return None
-    # int() would also accept "+2", "1_000" and digits of other scripts.
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"--step {text}: needs the number of a step, as in --step 200")
+    # int() would also accept "+2", "1_000" and digits of other scripts. It rejects texts of more
+    # than 4300 digits with an error of its own.
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise ConfigError(f"--step {text[:40]}: needs the number of a step, as in --step 200")
     return int(text)

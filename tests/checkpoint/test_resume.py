@@ -371,6 +371,8 @@ def test_a_step_is_chosen_and_later_checkpoints_are_set_aside(
     assert "--step 3: no checkpoint of that step; there are: 2, 4" in capsys.readouterr().err
     assert main(["resume", str(folder.path), "--step", "x"]) == 2
     assert "--step x: needs the number of a step" in capsys.readouterr().err
+    assert main(["resume", str(folder.path), "--step", "9" * 5000]) == 2
+    assert f"--step {'9' * 40}: needs the number of a step" in capsys.readouterr().err
     assert main(["resume", str(folder.path), "--step", "2"]) == 0
     out = capsys.readouterr().out
     assert "from step-00000002" in out

@@ -69,6 +69,10 @@ def test_words_go_to_an_executor(
         (["--local", "two"], "--local two: expected a number of processes, as in --local 2"),
         (["--local", "0"], "--local 0: expected a number of processes, as in --local 2"),
         (
+            ["--local", "9" * 5000],
+            f"--local {'9' * 40}: expected a number of processes, as in --local 2",
+        ),
+        (
             ["--slurm", "gpu"],
             "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240",
         ),
