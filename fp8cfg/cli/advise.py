@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import write_new
-from fp8cfg.cli.recipe_arguments import changed_words, compose_recipe, recipe_file
+from fp8cfg.cli.recipe_arguments import command_line, compose_recipe, recipe_file
 from fp8cfg.planning.hardware import find_gpu
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.messages import say_on_stderr
@@ -85,8 +84,7 @@ def run(argv: list[str]) -> int:
         write_new(Path(output), result.yaml())
         say_on_stderr(f"wrote {output}")
     elif result.overrides:
-        words = [*arguments.plain, *changed_words(arguments, list(result.overrides))]
-        say_on_stderr(f"train with: {shlex.join(['fp8cfg', *words])}")
+        say_on_stderr(f"train with: {command_line(arguments, list(result.overrides))}")
     return 0
 
 

@@ -74,7 +74,9 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
         arg = argv[position]
         next_arg = argv[position + 1] if position + 1 < len(argv) else ""
         position += 1
-        if arg == "--" and not options_ended:
+        if not arg:  # such as an unset variable in quotes
+            problems.append("'': not of the form key=value, nor a path; remove it")
+        elif arg == "--" and not options_ended:
             options_ended = True
         # "-" is standard input as recipe file.
         elif arg.startswith("-") and arg != "-" and not options_ended:

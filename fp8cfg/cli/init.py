@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -56,7 +57,8 @@ def run(argv: list[str]) -> int:
     text = commented_yaml(result.recipe, shipped_choices(result.layers), str(path))
     _write(path, text)
     name = printable(str(path))
-    say(f"wrote {name}; next: fp8cfg check {name}, then fp8cfg {name}")
+    quoted_name = shlex.quote(name)
+    say(f"wrote {name}; next: fp8cfg check {quoted_name}, then fp8cfg {quoted_name}")
     for line in training_data.unintended_data(result.recipe):
         say_on_stderr(f"note: {printable(str(line))}")
     return 0

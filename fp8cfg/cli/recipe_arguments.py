@@ -156,7 +156,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     if os.path.isdir(arg):
         return f"{arg}: is a folder; run folders are for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
-        hint = f"; write: fp8cfg import megatron {arg}" if arg.endswith(".sh") else ""
+        hint = f"; write: fp8cfg import megatron {shlex.quote(arg)}" if arg.endswith(".sh") else ""
         return f"{arg}: not a recipe file; its name must end in .yaml or .json{hint}"
     line = malformed(arg)
     # `malformed` has a specific hint.

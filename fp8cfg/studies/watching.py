@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -144,7 +145,7 @@ def summary(data: RunData) -> str:
     if data.message and data.state != "done":
         text += f"\n{data.message}"
     if data.state in ("stopped", "crashed"):
-        text += f"\ncontinue with fp8cfg resume {printable(str(data.folder))}"
+        text += f"\ncontinue with fp8cfg resume {printable(shlex.quote(str(data.folder)))}"
     return text
 
 

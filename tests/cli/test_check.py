@@ -123,7 +123,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
             ["--full"],
             ["--full: no such option; choose from --config-dir, --json, --help, --version"],
         ),
-        ([""], ["'': not of the form key=value"]),
+        ([""], ["'': not of the form key=value, nor a path; remove it"]),
     ],
 )
 def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -> None:
