@@ -162,7 +162,9 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
         if "--wait" in arguments.flags:
             raise ConfigError("--wait: for --slurm only; --local always waits; remove --wait")
         if not local.isdecimal() or len(local) > 7 or not int(local):
-            raise ConfigError(f"--local {local[:40]}: expected a number of processes, as in --local 2")
+            raise ConfigError(
+                f"--local {local[:40]}: expected a number of processes, as in --local 2"
+            )
         return TorchrunExecutor(int(local))
     parameters: dict[str, int | str] = {}
     for key, value in settings(slurm or "").items():
