@@ -143,7 +143,7 @@ class RunFolder:
 
     files: RunFiles
     _lock: FileIO | None = None
-    is_new: bool = False  # this process created the run, in a new or empty folder
+    is_new: bool = False  # this process created the run
     _is_new_folder: bool = False
     _is_new_root: bool = False
 

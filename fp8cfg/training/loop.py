@@ -89,7 +89,7 @@ class Result:
     Attributes:
         steps: Optimizer steps done.
         loss: Last training loss. None if no step was left to do.
-        val_loss: Last validation loss. None without an evaluation.
+        val_loss: Last validation loss. None if this call made no evaluation.
         folder: Run folder on the first rank, otherwise None.
     """
 

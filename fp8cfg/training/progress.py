@@ -266,7 +266,8 @@ class _StepTimes:
         """Returns the remaining time as h:mm:ss."""
         first_step, start_time = self._ends[0]
         step, end_time = self._ends[-1]
-        if step <= first_step:
+        # The system clock can be set back. A rewound run repeats steps.
+        if step <= first_step or end_time < start_time:
             return "-:--:--"
         seconds = round((max_steps - step) * (end_time - start_time) / (step - first_step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

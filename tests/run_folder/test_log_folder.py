@@ -210,6 +210,6 @@ def test_a_batch_script_goes_back_into_the_queue(
         subprocess.run(
             ["pkill", "-TERM", "-f", f"^[^ ]*python[^ ]* -m fp8cfg .*{tmp_path}"], check=True
         )  # as Slurm does to each task
-        codes.append(job.wait(100))
+        codes.append(job.wait(300))
     assert codes == [75, 75] and (tmp_path / "queue").read_text() == "requeue 123\n" * 2
     assert steps(run) == list(range(1, len(steps(run)) + 1))

@@ -170,3 +170,11 @@ def test_the_peak_counts_six_flops_a_weight() -> None:
     assert 0.8 * without_attention < peak.tokens_per_second < without_attention
     assert peak_speed(recipe, ["NVIDIA H20"], 1) is None
     assert peak_speed(fp8cfg.compose(["precision=fp32"]), ["NVIDIA H200"], 1) is None
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_time() -> None:
+    lines: list[str] = []
+    progress = Progress(small("trainer.max_steps=12", "log.every_n_steps=1"), lines.append)
+    for step, clock in ((1, 100.0), (2, 40.0)):
+        progress.update(ROW | {"step": step, "loss": 1.0, "time": clock})
+    assert lines[-1].endswith("ETA -:--:--")

@@ -64,4 +64,5 @@ class Logger:
         exit_code = 1
         if state == "done":
             exit_code = 0
+        # Offline, a process of W&B writes the end of the file right after this.
         self._run.finish(exit_code=exit_code)
