@@ -71,8 +71,8 @@ def update_scales(
             nothing.
         step: Number of the optimizer step, from 1. With `Scaling.interval` k, scales change at
             steps k, 2k, ... A scale that was never set is set as soon as its amax is known.
-        skip: bool [] on the device of the layers. If true, the layers are left as `discard_amax`
-            leaves them.
+        skip: bool [] on the device of the layers. If true, scales and histories are left as
+            `discard_amax` leaves them.
 
     Raises:
         ValueError: `step` is missing and an interval is above 1.

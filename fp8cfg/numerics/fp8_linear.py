@@ -300,6 +300,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
     """Roles with delayed scales known to be set."""
     scales_read: HostCopy | None = None
     """A copy of the scales to the host, if more of them may be set by now."""
+    rounding_seed: tuple[Any, ...] = (0,)
+    """The arguments of the last `seed_rounding`."""
 
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
@@ -602,6 +604,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             seed: The seed of the run.
             words: Further parts of the key, such as the layer's name and the rank.
         """
+        self.rounding_seed = (seed, *words)
         if self.scaling.rounds_stochastically(GRAD_OUTPUT):
             key = random_key(seed, *words).to(self.parameter.device)
             self.register_buffer(ROUNDING_KEY, key, persistent=False)
@@ -630,7 +633,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             if buffer is not None:
                 zeros = torch.zeros_like(buffer, device=device)
                 self._buffers[name] = fresh.get(name, zeros)
-        self.seed_rounding(0)
+        seed, *words = self.rounding_seed
+        self.seed_rounding(seed, *words)
         vars(self).pop(ANEW, None)  # a new layer has no scales to lose
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

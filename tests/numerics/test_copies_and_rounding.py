@@ -90,6 +90,25 @@ def test_ranks_round_by_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     assert equal(ran(layer()), here) == [True, False, False, True]
 
 
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+def test_layers_from_the_meta_device_keep_their_seeds(how: str) -> None:
+    """One key for all layers would round their gradients by the same numbers."""
+    keys = []
+    for device in ("cpu", "meta"):
+        model = nn.Sequential(nn.Linear(64, 64, device=device), nn.Linear(64, 64, device=device))
+        for i, linear in enumerate(model):
+            model[i] = FP8Linear.from_linear(linear, NVFP4, Region(True))
+        seed_rounding(model, 5)
+        if device == "meta" and how == "to_empty":
+            model.to_empty(device="cpu")
+        elif device == "meta":
+            plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            model.load_state_dict(plain.state_dict(), assign=True)
+        keys.append([made.get_buffer("fp8_rounding_key").tolist() for made in model])
+    assert keys[0] == keys[1]
+    assert keys[0][0] != keys[0][1]
+
+
 def test_a_recomputation_rounds_as_the_pass_that_it_repeats() -> None:
     assert all(equal(ran(layer(), recompute=True), ran(layer())))
 
