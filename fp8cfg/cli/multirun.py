@@ -29,7 +29,7 @@ from fp8cfg.cli.recipe_arguments import open_library, resolve_recipe, say_notes
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.hydra_application import GIVEN, NAME, application, recipe_from
+from fp8cfg.composition.hydra_application import GIVEN, NAME, NULL, application, recipe_from
 from fp8cfg.composition.overrides import quoted
 from fp8cfg.composition.sweep_overrides import Sweep, refused
 from fp8cfg.composition.sweep_overrides import read as read_overrides
@@ -230,7 +230,7 @@ def job(library: Library, file: Path | None, config: DictConfig) -> float:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    overrides = list(hydra.overrides.task)
+    overrides = [_as_typed(word, library) for word in hydra.overrides.task]
     exit_code, error, has_run_folder = _train(overrides, library, file, folder)
     result = write_result(folder, hydra.job.num, overrides, exit_code, error, has_run_folder)
     # 75: stopped by a signal and saved. 130: interrupted. Both stop the whole sweep.
@@ -241,6 +241,14 @@ def job(library: Library, file: Path | None, config: DictConfig) -> float:
     if exit_code == 0 and losses:
         return float(losses[0])
     return float("nan")
+
+
+def _as_typed(word: str, library: Library) -> str:
+    """Returns an override of Hydra's as on the command line: `task=null` for `task='null'`."""
+    key, _, value = word.partition("=")
+    if value == f"'{NULL}'" and key.lstrip("+") in library.groups():
+        return f"{key}={NULL}"
+    return word
 
 
 def _train(

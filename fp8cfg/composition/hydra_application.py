@@ -31,6 +31,8 @@ NAME = "fp8cfg_config"
 """Name of the primary config in Hydra."""
 GIVEN = "given_file"
 """Choice of `recipe` for a Recipe object."""
+NULL = "null"
+"""Choice that changes nothing, such as `precision='null'`. Hydra rejects null itself as a choice."""
 _LOCK = threading.RLock()
 _PLUGINS = {
     "hydra/launcher/submitit": "'fp8cfg[slurm]'",
@@ -190,6 +192,8 @@ def node(group: str, name: str, library: Library) -> dict[str, Any]:
     Raises:
         ConfigError: The choice is invalid. The message names the file.
     """
+    if name == NULL:
+        return {}
     path = library.file(group, name)
     if group == "recipe":
         if path is None:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from fp8cfg.composition.config_groups import GROUPS, Library
-from fp8cfg.composition.hydra_application import GIVEN, Nodes, node
+from fp8cfg.composition.hydra_application import GIVEN, NULL, Nodes, node
 from fp8cfg.composition.overrides import Override, in_quotes, override, parse_argument
 from fp8cfg.composition.recipe_layers import part_of
 from fp8cfg.composition.recipe_yaml import is_node, listed
@@ -162,7 +162,7 @@ def _read_axis(argument: str, library: Library) -> _Axis:
     if not all(choice.group for choice in chosen):
         raise ConfigError(f"{argument}: expected only names of presets")
     group = chosen[0].group
-    default = "null"
+    default = f"'{NULL}'"
     if group == "recipe":
         default = default_recipe()
     names = ",".join(choice.name or default for choice in chosen)
@@ -219,12 +219,14 @@ def _nodes(overrides: Iterable[str], library: Library, base: Recipe | None) -> N
     for text in overrides:
         group, _, value = text.lstrip("+").partition("=")
         if group in library.groups():
-            names[group] = value.split(",")
+            names[group] = [name.strip("'") for name in value.split(",")]
     if base is None:
         names.setdefault("recipe", [default_recipe()])
     # Tasks and users' groups may choose in other groups.
     for group in [group for group in names if library.merging_group(group)]:
         for name in names[group]:
+            if name == NULL:
+                continue
             for key, preset in part_of(group, name, library).chosen.items():
                 if key == "recipe" and base is not None:
                     raise ConfigError(
@@ -235,7 +237,7 @@ def _nodes(overrides: Iterable[str], library: Library, base: Recipe | None) -> N
                     presets.append(preset)
     nodes: Nodes = {}
     for group, choices in names.items():
-        nodes[group] = {name: node(group, name, library) for name in choices if name != "null"}
+        nodes[group] = {name: node(group, name, library) for name in choices}
     if base is not None:
         nodes["recipe"] = {GIVEN: listed(base)}
     return nodes

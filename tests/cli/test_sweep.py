@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.types import RunMode
 
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.cli import multirun
 from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.hydra_application import NAME, application
 from fp8cfg.composition.precedence import composed
 from fp8cfg.composition.sweep_overrides import MAX_JOBS, read, refused
 from fp8cfg.recipes import llama_tiny
@@ -52,7 +54,7 @@ ROOT = Path(__file__).parents[2]
         (["recipe=glob(llama_t*)"], ["recipe=llama_tiny"], [["recipe=llama_tiny"]]),
         (
             ["precision=null,bf16-mixed"],
-            ["precision=null,bf16"],
+            ["precision='null',bf16"],
             [["precision=null"], ["precision=bf16-mixed"]],
         ),
         (
@@ -93,12 +95,20 @@ def test_words_for_hydra_and_for_each_job(
 def test_what_can_be_chosen_is_there_for_hydra() -> None:
     nodes = read(["precision=null,fp16,bf16", "data=tiny"], Library()).nodes
     assert {group: list(of) for group, of in nodes.items()} == {
-        "precision": ["fp16", "bf16"],
+        "precision": ["null", "fp16", "bf16"],
         "data": ["tiny"],
         "recipe": ["llama_tiny"],
     }
     plan = read(["fp8.margin=0,1"], Library(), llama_tiny())
     assert plan.overrides[0] == "recipe=given_file" and list(plan.nodes["recipe"]) == ["given_file"]
+
+
+def test_null_is_a_choice_for_hydra() -> None:
+    plan = read(["precision=null", "task=null,lora"], Library())
+    with application(plan.nodes) as hydra:
+        overrides = [plan.overrides[0], "task='null'"]
+        config = hydra.compose_config(NAME, overrides, RunMode.RUN, with_log_configuration=False)
+    assert config.trainer.plugins.compute == "bf16" and not config.lora.enabled
 
 
 REFUSED = [
@@ -426,6 +436,21 @@ def test_what_the_user_did_not_write_gives_way_in_each_job(
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")] == [
         "note: optim.warmup_steps 20 -> 2: the recipe's value is changed to fit trainer.max_steps=5 and optim.constant_steps=3"
     ]
+
+
+def test_null_keeps_the_recipe_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[fp8cfg.Recipe] = []
+
+    def launched(recipe: fp8cfg.Recipe, *_: Any, **__: Any) -> int:
+        ran.append(recipe)
+        return 0
+
+    monkeypatch.setattr("fp8cfg.cli.launch_run.launch", launched)
+    words = ["precision=null,bf16_fp8", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    assert main(["-m", *words]) == 0
+    assert [recipe.fp8.enabled for recipe in ran] == [False, True]
+    results = json.loads((tmp_path / "sweep" / "results.json").read_text())
+    assert [result["overrides"]["precision"] for result in results] == ["null", "bf16_fp8"]
 
 
 @pytest.mark.slow
