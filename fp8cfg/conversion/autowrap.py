@@ -27,6 +27,7 @@ from fp8cfg.conversion.convert import (
     argument_errors,
     prove,
     recipe_errors,
+    refuse_emulation_on_gpu,
     to_recipe,
 )
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -57,7 +58,7 @@ def contextual_fp8_autocast(
         ConfigError: `recipe` is not a recipe.
 
         The returned function raises ConfigError if the layers were converted with other FP8
-        settings. It raises NotFP8Error if the first training pass did not run in FP8.
+        settings, or on a CPU and moved to a GPU since. It raises NotFP8Error if the first training pass did not run in FP8.
     """
     recipe = to_recipe(recipe)
     refuse_if(recipe_errors(recipe))
@@ -160,6 +161,7 @@ def _forward_pass(
     state = converted(model)
     refuse_if(_setting_differences(state.fp8, recipe.fp8))
     if not state.open_passes:
+        refuse_emulation_on_gpu(model, state.choice, state.fp8)
         if state.forward_passes and not state.proved:
             prove(model, state.plan, state.choice, recipe.fp8)
             state.proved = True

@@ -192,10 +192,14 @@ class Conversion:
 
         Args:
             enabled: False runs the layers in high precision, for example for part of an evaluation.
+
+        Raises:
+            ConfigError: Entering it, if the model was moved to a GPU after the conversion.
         """
         backend = registry.backend(self.choice.backend)
 
         def enter() -> AbstractContextManager[None]:
+            refuse_emulation_on_gpu(self.model, self.choice, self.fp8)
             checks.note_context(self.model, enabled)
             is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if enabled and is_training and self._has_scales_to_update:
@@ -564,7 +568,32 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
 
 def _hardware(model: nn.Module) -> Hardware:
     """Returns the hardware of the device with the parameters of `model`."""
-    return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
+    return find_hardware("cuda" if _is_on_gpu(model) else "cpu")
+
+
+def _is_on_gpu(model: nn.Module) -> bool:
+    """Whether any parameter of `model` is on a GPU."""
+    return any(p.is_cuda for p in model.parameters())
+
+
+def refuse_emulation_on_gpu(model: nn.Module, choice: Choice, fp8: FP8) -> None:
+    """Checks that a model was not moved to a GPU after its conversion.
+
+    Args:
+        model: The converted model.
+        choice: The backend of the conversion, and how it multiplies.
+        fp8: The FP8 settings of the conversion.
+
+    Raises:
+        ConfigError: Layers that were converted elsewhere would emulate FP8 on a GPU.
+    """
+    if torch.compiler.is_compiling() or choice.product != "emulate" or fp8.emulate:
+        return
+    if _is_on_gpu(model):
+        raise ConfigError(
+            "convert_model: the model is on a GPU, but was not when it was converted, so its layers"
+            " only emulate FP8; move it to the GPU before convert_model, or set fp8.emulate=true"
+        )
 
 
 def _converted_layers(model: nn.Module) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -229,3 +230,19 @@ def test_a_presets_name_is_a_recipe() -> None:
     assert fp8.fp8 == convert(composed, "bf16_fp8_block").fp8
     with pytest.raises(fp8cfg.ConfigError, match="precision=bf16_fp9: no such precision preset"):
         fp8cfg.convert_model(net(), "bf16_fp9")
+
+
+@pytest.mark.parametrize("autowrap", [False, True])
+def test_a_model_moved_to_a_gpu_after_its_conversion_is_refused(
+    autowrap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would emulate FP8 there, slower than in high precision, and nothing would say so."""
+    model = net()
+    fp8 = convert(model)
+    if autowrap:
+        fp8cfg.apply_fp8_autowrap(model, fp8cfg.compose(["precision=bf16_fp8", "fp8.params=false"]))
+    monkeypatch.setattr("fp8cfg.conversion.convert._is_on_gpu", lambda model: True)
+    message = "was not when it was converted, so its layers only emulate FP8"
+    context = nullcontext() if autowrap else fp8.autocast()
+    with pytest.raises(fp8cfg.ConfigError, match=message), context:
+        model(torch.randn(32, 64))
