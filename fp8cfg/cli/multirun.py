@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from fp8cfg.schema.errors import ConfigError, Fp8cfgError, out_of_memory, printa
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import fits, table, wrapped
+from fp8cfg.studies.runs import median_speed
 
 JOB, ALL = "job-{number}.json", "results.json"
 """Result files. Names have the job's number, because jobs may share a folder."""
@@ -186,14 +186,10 @@ def _read_metrics(files: RunFiles | None) -> Result:
     for row in rows:
         for name in last:
             last[name] = row.get(name, last[name])
-    steps = [row for row in rows if "seconds" in row]
-    # The first step compiles and warms up, so it only counts if it is the only one.
-    steps = steps[1:] or steps
-    speeds = [row["tokens"] / row["step"] / row["seconds"] for row in steps]
     return {
         "training_loss": _json_number(last["loss"]),
         "validation_loss": _json_number(last["val_loss"]),
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "tokens_per_second": median_speed(rows),
     }
 
 

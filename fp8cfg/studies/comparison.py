@@ -19,8 +19,14 @@ from fp8cfg.schema.keys import short, shown
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import Recipe, fields
 from fp8cfg.schema.tables import fits, size, table, wrapped
-from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
-from fp8cfg.studies.runs import folder_size, median_speed, read_json
+from fp8cfg.studies.run_data import (
+    RunData,
+    data_digest,
+    newest_checkpoint,
+    read_json,
+    read_run,
+)
+from fp8cfg.studies.runs import folder_size, median_speed
 
 TOLERANCE = 0.01
 """Relative difference of two losses. The first step beyond it is reported."""
@@ -241,7 +247,7 @@ def _notes(runs: Sequence[RunData]) -> list[str]:
                 f" {reference.steps}; losses are compared up to step {common}"
             )
     for run in runs:
-        notes += _state_notes(run) + _recipe_notes(run)
+        notes += _state_notes(run) + _skip_notes(run) + _recipe_notes(run)
     return [printable(note) for note in notes]
 
 
@@ -249,7 +255,7 @@ def _batch_notes(reference: RunData, run: RunData) -> list[str]:
     """Returns a note if the steps of two runs trained on different samples."""
     # Equal digests: another path or tokenizer file makes no difference. Without a checkpoint the
     # digest is unknown, so the keys decide.
-    digests = [_data_digest(reference), _data_digest(run)]
+    digests = [data_digest(reference), data_digest(run)]
     is_same_data = None not in digests and digests[0] == digests[1]
     reasons = []
     for key, (a, b) in reference.recipe.diff(run.recipe).items():
@@ -267,25 +273,21 @@ def _batch_notes(reference: RunData, run: RunData) -> list[str]:
     ]
 
 
-def _data_digest(run: RunData) -> str | None:
-    """Returns the sha256 of the training data. None without a checkpoint."""
-    checkpoint = newest_checkpoint(RunFiles.at(run.folder))[1]
-    if checkpoint is None:
-        return None
-    try:
-        data = read_json(RunFiles.at(checkpoint), "state.json").get("data")
-    except OSError:
-        return None
-    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
-    return digest if isinstance(digest, str) else None
-
-
 def _state_notes(run: RunData) -> list[str]:
     """Returns a note about an unfinished or failed run."""
     if run.state == "done":
         return []
     reason = f": {run.message}" if run.message else ""
     return [f"{run.folder}: {run.state} at step {run.steps}{reason}"]
+
+
+def _skip_notes(run: RunData) -> list[str]:
+    """Returns a note about steps without an update. Their losses are compared too."""
+    skipped = run.skipped_steps
+    if not skipped:
+        return []
+    count = "1 step" if len(skipped) == 1 else f"{len(skipped)} steps"
+    return [f"{run.folder}: the optimizer skipped {count}, the last one is step {skipped[-1]}"]
 
 
 def _recipe_notes(run: RunData) -> list[str]:

@@ -6,19 +6,17 @@ weak points of the study: few steps or seeds, a small model, unequal runs.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fp8cfg.planning.layout import rank_part
 from fp8cfg.planning.peak_memory import count_parameters
 from fp8cfg.run_folder.environment import compare_environments
 from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.studies.loss_gap import (
     GapAtStep,
@@ -30,14 +28,12 @@ from fp8cfg.studies.loss_gap import (
 )
 from fp8cfg.studies.parity_report import ParityReport, Verdict, VerdictName
 from fp8cfg.studies.parity_runs import Study, other_keys
-from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
+from fp8cfg.studies.run_data import RunData, data_digest, read_json, read_run
 
 SMALL_MODEL = 1_000_000_000
 """Parameters of a large model. A smaller one gets a limit in the report."""
 SHORT_RUN = 20
 """Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Fewer are a short run."""
-STATE = "state.json"
-"""File of a checkpoint with the digest of the data."""
 FEW_STEPS = 20
 """Optimizer steps. With fewer, losses have hardly begun to fall."""
 
@@ -273,14 +269,13 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
             yield f"{name} differs from {first_name} in {', '.join(keys)} too, not only in precision."
     all_runs = [run for of_seed in runs.values() for run in of_seed.values()]
     # A file may change between two runs, and no key shows it. The digest does.
-    if len({_corpus(run) for run in all_runs} - {None}) > 1:
+    if len({data_digest(run) for run in all_runs} - {None}) > 1:
         yield "The runs were not trained on the same data: the text or the tokens differ."
-    first_environment = _read_json(first.folder, ENVIRONMENT)
+    first_environment = read_json(RunFiles.at(first.folder), ENVIRONMENT)
     lines: dict[str, None] = {}
     for run in all_runs:
-        lines |= dict.fromkeys(
-            compare_environments(first_environment, _read_json(run.folder, ENVIRONMENT))
-        )
+        environment = read_json(RunFiles.at(run.folder), ENVIRONMENT)
+        lines |= dict.fromkeys(compare_environments(first_environment, environment))
     # Two uncommitted states of the code cannot be compared, so their note would say nothing.
     ignored = ("command", "code: uncommitted")
     differences = [line for line in lines if not line.startswith(ignored)]
@@ -288,29 +283,10 @@ def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
         yield f"The runs were not trained in the same environment: {'; '.join(differences[:3])}."
 
 
-def _corpus(run: RunData) -> str | None:
-    """Returns the sha256 of the data of a run. None without a checkpoint."""
-    _, checkpoint = newest_checkpoint(RunFiles.at(run.folder))
-    if checkpoint is None:
-        return None
-    data = _read_json(checkpoint, STATE).get("data")
-    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
-    return digest if isinstance(digest, str) else None
-
-
 def _is_emulated(run: RunData) -> bool:
     """Whether a run emulated its FP8 GEMMs, as recorded in coverage.json."""
-    backend = _read_json(run.folder, COVERAGE).get("backend")
+    backend = read_json(RunFiles.at(run.folder), COVERAGE).get("backend")
     return isinstance(backend, dict) and backend.get("product") == "emulate"
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Reads a JSON file of a folder. Returns {} if it is missing or damaged."""
-    try:
-        data = json.loads(RunFiles.at(folder).read(name))
-    except (OSError, ValueError, RecursionError, StrangeFile):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _count(number: float) -> str:

@@ -197,8 +197,7 @@ def _problems(run: ReportedRun) -> list[str]:
     bad = [step for step, loss in zip(steps, losses, strict=True) if not np.isfinite(loss)]
     if bad:
         lines.append(f"The loss is not finite in {_count(bad)}, first in step {bad[0]:,}.")
-    steps, stepped = run.data.series("stepped")
-    skipped = [step for step, value in zip(steps, stepped, strict=True) if not value]
+    skipped = run.data.skipped_steps
     if skipped:
         lines.append(f"The optimizer skipped {_count(skipped)}, last step {skipped[-1]:,}.")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -44,6 +45,12 @@ class RunData:
     def steps(self) -> int:
         """Number of optimizer steps in metrics.jsonl."""
         return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def skipped_steps(self) -> list[int]:
+        """Steps without an update: bad steps, and overflows of the loss scale."""
+        steps, stepped = self.series("stepped")
+        return [step for step, value in zip(steps, stepped, strict=True) if not value]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns one metric over time.
@@ -187,6 +194,28 @@ def newest_checkpoint(files: RunFiles) -> tuple[int, Path | None]:
         return 0, None
     step, name = steps[0]
     return step, root.path / name
+
+
+def read_json(files: RunFiles, name: str) -> dict[str, Any]:
+    """Reads the JSON object in a file. Returns {} if it is missing or damaged."""
+    try:
+        data = json.loads(files.read(name))
+    except (OSError, ValueError, RecursionError, StrangeFile):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def data_digest(run: RunData) -> str | None:
+    """Returns the sha256 of the training data. None without a checkpoint."""
+    checkpoint = newest_checkpoint(RunFiles.at(run.folder))[1]
+    if checkpoint is None:
+        return None
+    try:
+        data = read_json(RunFiles.at(checkpoint), "state.json").get("data")
+    except OSError:  # a checkpoint that is deleted at the moment
+        return None
+    digest = data.get("corpus_sha256") if isinstance(data, dict) else None
+    return digest if isinstance(digest, str) else None
 
 
 def _is_own_lock(files: RunFiles) -> bool:

@@ -6,7 +6,6 @@ losses are found by regular expressions, and torch is not imported.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,14 +22,14 @@ from fp8cfg.composition.recipe_yaml import flat, flat_data
 from fp8cfg.report.recipe_export import nearest_preset
 from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.file_names import COVERAGE, ENVIRONMENT, METRICS, RECIPE, STATUS
-from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.run_folder.status import STATES
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, refuse_if, suggest
 from fp8cfg.schema.keys import PLUGIN
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import parse_yaml, plain_text
-from fp8cfg.studies.run_data import find_runs, open_run, read_state
+from fp8cfg.studies.run_data import find_runs, open_run, read_json, read_state
 
 DAMAGED = "damaged"
 """State of an unreadable folder."""
@@ -371,15 +370,6 @@ def _backend(files: RunFiles) -> str:
     """Returns the backend of the first step, or "" before it."""
     choice = read_json(files, COVERAGE).get("backend")
     return str(choice.get("backend", "")) if isinstance(choice, dict) else ""
-
-
-def read_json(files: RunFiles, name: str) -> dict[str, Any]:
-    """Reads the JSON object in a file. Returns {} if it is missing or damaged."""
-    try:
-        data = json.loads(files.read(name))
-    except (OSError, ValueError, RecursionError, StrangeFile):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _last_write(files: RunFiles) -> float:

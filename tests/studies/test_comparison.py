@@ -149,6 +149,17 @@ def test_runs_of_different_length_and_without_common_steps(mine: Path) -> None:
     assert "no step is common" in str(found)
 
 
+def test_skipped_steps_have_a_note(mine: Path) -> None:
+    metrics = mine / "fp8" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        if "stepped" in row:
+            row["stepped"] = row["step"] != 2
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = fp8cfg.compare_runs(mine / "one", mine / "fp8")
+    assert found.notes == [f"{mine}/fp8: the optimizer skipped 1 step, the last one is step 2"]
+
+
 def test_a_run_that_goes_on_and_a_resumed_run(mine: Path) -> None:
     before = (mine / "fp8" / "recipe.yaml").read_text()
     (mine / "fp8" / "recipe-until-step-2.yaml").write_text(before.replace("lr: 0.003", "lr: 0.001"))
