@@ -242,8 +242,10 @@ class RunFolder:
                 f"{path}: not a run folder, {missing[0]} is missing; check the path, or list your"
                 " runs with fp8cfg runs"
             )
-        if run.files.kind(CHECKPOINTS) == "file":
-            raise RunFolderError(f"{path}: not a run folder, {run.checkpoints} is a file")
+        try:
+            run.files.folder(CHECKPOINTS)
+        except OSError as error:
+            raise RunFolderError(f"{run.checkpoints}: cannot be read ({error.strerror})") from None
         if lock:
             run.lock()
         return run
