@@ -200,8 +200,8 @@ def _compiler_version() -> str | None:
     """Returns the first line of `g++ --version`, None without g++."""
     if shutil.which("g++") is None:
         return None
-    process = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    return process.stdout.partition("\n")[0] or None
+    process = subprocess.run(["g++", "--version"], capture_output=True, check=False)
+    return process.stdout.decode(errors="replace").partition("\n")[0] or None
 
 
 VARIABLES = {
@@ -359,9 +359,8 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
     # fsmonitor could start a daemon or a hook. Optional locks could disturb a user's git command.
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
     try:
-        process = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
-        )
+        process = subprocess.run(command, cwd=folder, capture_output=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return process.stdout.strip()
+    # Git prints the bytes of a file name.
+    return process.stdout.decode(errors="replace").strip()

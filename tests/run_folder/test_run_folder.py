@@ -279,3 +279,7 @@ def test_code_in_a_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert environment._code_version() == {"commit": commit, "dirty": False}
     here.write_text("2")
     assert environment._code_version() == {"commit": commit, "dirty": True}
+    git("checkout", "code.py")
+    git("config", "core.quotepath", "false")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xefve")).touch()  # no UTF-8
+    assert environment._code_version() == {"commit": commit, "dirty": True}
