@@ -287,7 +287,7 @@ class Codes(Tensor):
     ) -> Any:
         # By name, because compiled code reads this too. Not a TypeError: torch's operators
         # swallow it.
-        if func.__name__ in _ARITHMETIC:
+        if func.__name__ in _ARITHMETIC or _copies_and_casts(func, args):
             raise RuntimeError(_scale_ignored(func.__name__))
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__ == "to" and result.dtype != args[0].dtype:
@@ -302,6 +302,14 @@ class Codes(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_codes, (plain(self), self.requires_grad, isinstance(self, nn.Parameter))
+
+
+def _copies_and_casts(func: Any, args: Sequence[Any]) -> bool:
+    """Tells whether `func` copies numbers to codes, or codes to numbers of another dtype."""
+    if func.__name__ != "copy_" or len(args) < 2:
+        return False
+    target, source = args[:2]
+    return bool(target.dtype != source.dtype)
 
 
 def codes(data: Tensor, requires_grad: bool) -> nn.Parameter:

@@ -159,6 +159,8 @@ def test_codes_are_not_averaged(kind: str) -> None:
         lambda p: p.float(),
         lambda p: p.data.to(torch.float64),
         lambda p: p.clone().add(1),
+        lambda p: p.data.copy_(torch.ones(48, 32)),
+        lambda p: torch.ones(48, 32).copy_(p),
     ):
         with torch.no_grad(), pytest.raises(RuntimeError, match=REFUSED):
             use(parameter)
