@@ -59,7 +59,7 @@ class TransformerConfig:
     vocab_size: int
     """Rows of the embedding, padding included."""
     seq_length: int
-    """Tokens in a training sequence, for plans and memory estimates. The model accepts any length."""
+    """Tokens in a training sequence. With rotary positions the model accepts any length."""
     rotary_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     layernorm_epsilon: float = 1e-5

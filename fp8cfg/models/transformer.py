@@ -242,9 +242,10 @@ class Transformer(nn.Module):
         x: Tensor,
         documents: Tensor | None,
     ) -> list[tuple[Tensor, ...]]:
-        """Returns the attention mask of each layer, [B or 1, 1, T, T], in a tuple.
+        """Returns the attention mask of each layer, in a tuple.
 
-        Layers with the same window share one mask. The tuple is empty if the layer needs no mask.
+        A mask is [T, T], or [B, 1, T, T] if it separates documents. Layers with the same window
+        share one mask. The tuple is empty if the layer needs no mask.
         """
         different_documents = None
         if documents is not None:

@@ -168,14 +168,15 @@ class World:
         """Returns the first rank's text on every rank."""
         if self.size == 1:
             return value
-        data = self._encode_text(value)
-        length = torch.tensor(data.numel(), dtype=torch.int64, device=self.device)
+        length = torch.tensor(len(value.encode()), dtype=torch.int64, device=self.device)
         # The other ranks need the length for the buffer of the second broadcast.
         dist.broadcast(length, group=self.group, group_src=0)
+        byte_count = int(length.item())
+        data = self._encode_text(value)
         if not self.first:
-            data = data.new_empty(int(length.item()))
+            data = data.new_empty(max(1, byte_count))
         dist.broadcast(data, group=self.group, group_src=0)
-        return bytes(data.tolist()).decode()
+        return bytes(data[:byte_count].tolist()).decode()
 
     def texts(self, value: str) -> list[str]:
         """Returns the texts of all ranks on every rank."""

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.metrics_file import read_metrics
 from tests.support import whole_checkpoints
-from tests.support.ranks import launch, torchrun
+from tests.support.ranks import launch, on_ranks, torchrun
 from tests.support.small import SMALL, small, small_words
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +244,13 @@ def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "rank 1: error: data=tokens: token 300 at index" in done.stderr
     assert "error: another rank has ended" in done.stderr and "fp8cfg/training" not in done.stderr
+
+
+def _exchange_texts(world: World) -> list[str]:
+    sent = ["", " é ", "many letters"] if world.first else ["other", "", "b"]
+    return [*map(world.text, sent), *world.texts("x" * world.rank)]
+
+
+def test_texts_arrive_as_they_were(tmp_path: Path) -> None:
+    wanted = ["", " é ", "many letters", "", "x"]
+    assert on_ranks(2, _exchange_texts, tmp_path) == [wanted, wanted]
