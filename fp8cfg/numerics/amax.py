@@ -112,13 +112,6 @@ def tile_shape(shape: tuple[int, ...], tile: Tile) -> Tile:
     return tile[0] or max(1, shape[0]), tile[1] or max(1, shape[1])
 
 
-def expand_scales(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
-    """Repeats scales [R / r, C / c] of tiles for each element of a matrix of `shape` [R, C]."""
-    r, c = tile_shape(shape, tile)
-    by_row = scales.repeat_interleave(r, 0)[: shape[0]]
-    return by_row.repeat_interleave(c, 1)[:, : shape[1]]
-
-
 def compute_tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
     """Returns the amax of each tile of `v` [A, r, B, c], float32 [A, 1, B, 1]."""
     magnitudes = v.float().abs()

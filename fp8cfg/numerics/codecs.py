@@ -340,9 +340,7 @@ CODECS = {
 """The codecs by the names that the storage keys take."""
 
 
-def get_codec(
-    name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_moment: bool = False
-) -> Codec:
+def get_codec(name: str, rounding: Rounding = "nearest", second_moment: bool = False) -> Codec:
     """Returns the codec with a name of CODECS.
 
     Second moments in blocks are rounded stochastically, whatever `rounding` is. Rounded to nearest
@@ -353,7 +351,6 @@ def get_codec(
     Args:
         name: A name of CODECS.
         rounding: Rounding of the data.
-        fp8: Format of the FP8 codecs.
         second_moment: Whether second moments are stored.
 
     Raises:
@@ -365,8 +362,6 @@ def get_codec(
     if codec.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: float32 values are not rounded")
     codec = replace(codec, rounding=rounding)
-    if codec.format == E4M3:
-        codec = replace(codec, format=fp8)
     if second_moment and codec.block:
         codec = replace(codec, root=not codec.expand, rounding="stochastic")
     return codec

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling, quantize
-from fp8cfg.numerics.amax import expand_scales, join_tiles, split_tiles
+from fp8cfg.numerics.amax import join_tiles, split_tiles
 from fp8cfg.numerics.fp8_weights import pack, unpack
 from fp8cfg.numerics.quantize import (
     HADAMARD_MATRIX,
@@ -21,6 +21,7 @@ from fp8cfg.numerics.quantize import (
     quantize_tiles,
 )
 from fp8cfg.numerics.scaling import compute_global_scale, compute_tile_scales
+from tests.support.kernel_values import expand_scales
 from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
 

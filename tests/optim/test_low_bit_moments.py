@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def update_error(exp_avg: Codec, exp_avg_sq: Codec) -> float:
         (get_codec("fp8_pow2"), get_codec("fp16_scaled"), 0.05, 0.07),
         (get_codec("fp8"), get_codec("fp16_scaled"), 0.05, 0.07),
         (get_codec("bf16"), get_codec("bf16"), 0.005, 0.01),
-        (get_codec("fp8_pow2", fp8=E5M2), get_codec("fp16_scaled"), 0.1, 0.12),
+        (replace(get_codec("fp8_pow2"), format=E5M2), get_codec("fp16_scaled"), 0.1, 0.12),
         (get_codec("fp8_block"), get_codec("fp16_scaled"), 0.05, 0.06),
         (get_codec("fp8_block"), get_codec("fp8_block", second_moment=True), 0.1, 0.2),
         (get_codec("fp8_pow2"), get_codec("fp8_pow2"), 50.0, math.inf),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fp8cfg.numerics.codecs import CODECS, Codec, get_codec
@@ -10,8 +12,8 @@ from fp8cfg.numerics.formats import E5M2, random_key
 KEY = random_key(0, "test")
 ALL = {
     **CODECS,
-    "fp8 e5m2": get_codec("fp8", fp8=E5M2),
-    "fp8_pow2 e5m2": get_codec("fp8_pow2", fp8=E5M2),
+    "fp8 e5m2": replace(get_codec("fp8"), format=E5M2),
+    "fp8_pow2 e5m2": replace(get_codec("fp8_pow2"), format=E5M2),
     "root": get_codec("fp8_block", second_moment=True),
     **{f"{name} stochastic": get_codec(name, "stochastic") for name in CODECS if name != "fp32"},
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E4M3, Format, Scaling
+from fp8cfg.numerics.amax import tile_shape
 from fp8cfg.schema.scalings import Tile
 
 
@@ -51,9 +52,16 @@ def exact(rows: int, columns: int) -> Tensor:
     return t
 
 
+def expand_scales(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
+    """Repeats scales [R / r, C / c] of tiles for each element of a matrix of `shape` [R, C]."""
+    r, c = tile_shape(shape, tile)
+    by_row = scales.repeat_interleave(r, 0)[: shape[0]]
+    return by_row.repeat_interleave(c, 1)[:, : shape[1]]
+
+
 def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
     """The scaled values of `x`, saturated, and the inverse scales of its tiles, by plain torch code."""
-    from fp8cfg.numerics.amax import expand_scales, split_tiles
+    from fp8cfg.numerics.amax import split_tiles
     from fp8cfg.numerics.scaling import compute_tile_scales
 
     encode, decode = compute_tile_scales(split_tiles(x, tile).float(), fmt, scaling, None, x.dtype)
