@@ -46,7 +46,7 @@ class Format(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """The largest magnitude that rounds to `max`: half a step above it."""
+        """Half a step above `max`. Without saturation, larger magnitudes round to more than `max`."""
         exponent = math.frexp(self.max)[1] - 1
         return self.max + 2.0 ** (exponent - 1 - self.mantissa_bits)
 

@@ -1,7 +1,8 @@
 """Weights stored in FP8 on a GPU, by the Triton kernels of kernels/launch.py.
 
 A kernel reads the weight once and writes into the stored tensors. The results equal
-`fp8_weights.store` bit for bit. Scales and data are row-major, as in a state dict, and not in the layout of the hardware.
+`fp8_weights.store` bit for bit. Scales and data are row-major, as in a state dict, and not in the
+layout of the hardware.
 """
 
 from __future__ import annotations
