@@ -1,4 +1,7 @@
-"""Command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
+"""Command line: `python -m fp8cfg`, and the console script `fp8cfg`.
+
+Only the imports of the given verb are loaded.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,32 @@ from fp8cfg.training import signals
 
 
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
-    """Run one verb, by default `train`; print the help without arguments. Returns the exit code. In a process of its own a second signal ends it at once; in
-    one of others it is theirs."""
+    """Runs one verb, `train` by default. Prints the help without arguments.
+
+    Args:
+        argv: Arguments of the command. Defaults to those of the process.
+        own_process: Whether the process runs nothing else. Then a second signal exits at once.
+            Otherwise it goes to the handler of the embedding program.
+
+    Returns:
+        The exit code.
+    """
     warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process)
         flush_stdout()
         return code
     except BaseException as e:
-        if (ended := report_error(e)) is None:
+        exit_code = report_error(e)
+        if exit_code is None:
             raise
-        return ended
+        return exit_code
 
 
 def _run(argv: list[str], own_process: bool) -> int:
-    asked = set() if argv[:2] == ["completion", "--words"] else _asked(argv)
+    """Runs the verb of `argv`. Returns the exit code."""
+    # Words to complete may have --help among them.
+    asked = set() if argv[:2] == ["completion", "--words"] else _help_options(argv)
     if not argv or argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
@@ -49,35 +63,40 @@ def _run(argv: list[str], own_process: bool) -> int:
     _refuse_environment()
     verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
     with ExitStack() as stack:
-        if VERBS[verb].trains:  # what it prints is beside the point
-            os.getcwd()  # where there is none, libraries that torch loads end the process
+        if VERBS[verb].trains:
+            # In a deleted working directory, libraries of torch would abort the process. This
+            # raises an error instead.
+            os.getcwd()
             signals.own_process = own_process
+            # A run outlives its pager.
             stack.enter_context(patient_stdout())
-            if verb != "sweep":  # whose runs do
+            if verb != "sweep":  # each job of a sweep waits by itself
                 stack.enter_context(signals.waiting_to_stop())
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
 
 
-def _asked(argv: list[str]) -> set[str]:
-    """What asks for help or the version."""
+def _help_options(argv: list[str]) -> set[str]:
+    """Returns the options for help or the version."""
     return {"-h", "--help", "--version"} & set(before_end(argv))
 
 
 def _refuse_environment() -> None:
-    """Raise ConfigError where a variable of torchrun's, which is read in many places, is no number."""
+    """Raises ConfigError for a variable of torchrun that is not a valid number."""
+    # Checked once here, because many modules read these variables.
     sizes, numbers = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
-    said = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
+    values = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
     refuse_if(
         [
             f"{name}={value[:40]}: torchrun sets this environment variable to a number of ranks,"
             " or of one; unset it"
-            for name, value in said.items()
+            for name, value in values.items()
             if not value.isdecimal() or (name in sizes and not int(value))
         ]
     )
 
 
 def _help(argv: list[str]) -> int:
+    """Prints the help of the verb in `argv`, or the general help. Returns the exit code."""
     named = [
         a
         for a in argv
@@ -92,7 +111,7 @@ def _help(argv: list[str]) -> int:
 
 
 def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """A warning of ours to users as one line, said by the first rank; every other warning as Python prints it."""
+    """Prints a warning of fp8cfg as one line, on the first rank. Others are printed by Python."""
     if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)
     elif os.environ.get("RANK", "0") == "0":
@@ -103,9 +122,9 @@ _PLAIN = warnings.showwarning
 
 
 def entry() -> None:
-    """The console script: `main`, and then the end of the process."""
+    """Runs the console script: `main`, and exits."""
     with ending_imports():
-        # A path may hold what the terminal, or no terminal, has a character for.
+        # Paths may have characters that the terminal cannot print.
         if sys.stdout is not None:
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         code = main(own_process=True)
