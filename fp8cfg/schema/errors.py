@@ -241,6 +241,9 @@ def report_error(error: BaseException) -> int | None:
     if error.errno == errno.ENAMETOOLONG:
         print_errors([f"{str(error.filename)[:40]}...: {error.strerror}"], "error: ")
         return 2
+    if isinstance(error, PermissionError) and error.filename is not None:
+        print_errors([f"{error.filename}: {error.strerror}"], "error: ")
+        return 2
     return None
 
 

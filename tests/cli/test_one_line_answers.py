@@ -261,3 +261,10 @@ def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): it removes the docstrings"
     ):
         builder.import_graph()
+
+
+def test_a_path_without_permission_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """In any verb, such as an unreadable page at --output of report."""
+    assert report_error(PermissionError(13, "Permission denied", "locked/page.html")) == 2
+    assert capsys.readouterr().err == "error: locked/page.html: Permission denied\n"
+    assert report_error(PermissionError(1, "Operation not permitted")) is None
