@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import warnings
 from importlib import metadata
 from typing import Any
@@ -57,6 +58,11 @@ def installed_version(package: str) -> str | None:
     # Not cached, because a notebook may install the package later.
     except metadata.PackageNotFoundError:
         return None
+
+
+def major_and_minor(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version: 2.8.0, 2.8rc1 and 2.8+local give (2, 8)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:2])
 
 
 @functools.cache

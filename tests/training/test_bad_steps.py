@@ -194,6 +194,15 @@ def test_rewind_past_a_damaged_checkpoint_saves_its_step_again(tmp_path: Path) -
     manifest.verify(folder / "checkpoints" / f"step-{BAD - 1:08d}.2")
 
 
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_run_that_skips_its_last_step_is_done(policy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder, "precision=bf16", f"trainer.on_bad_step={policy}", bad=(8,))
+    assert fp8cfg.resume(folder, say=lambda _: None).steps == 8
+    status = read_status(RunFiles.at(folder))
+    assert status is not None and status.state == "done"
+
+
 def test_rewind_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(loop.Diverged, match=r"on_bad_step=rewind: there is no checkpoint"):
         train(tmp_path / "run", "precision=bf16", "trainer.on_bad_step=rewind", bad=(1,))

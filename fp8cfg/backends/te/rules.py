@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fp8cfg.schema.backends import BLACKWELL, HOPPER, Hardware, dotted
 from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_2d
 from fp8cfg.schema.keys import spelled
-from fp8cfg.schema.packages import installed_version
+from fp8cfg.schema.packages import installed_version, major_and_minor
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS, needed
 from fp8cfg.schema.storage import fp8_weight_setting, fp8_weights
@@ -258,7 +258,7 @@ def unavailable() -> str:
     version = installed_version("transformer-engine")
     if version is None:
         return "transformer-engine has no version, its installation is not complete"
-    if _numbers(version) < MINIMUM:
+    if major_and_minor(version) < MINIMUM:
         return (
             f"transformer-engine {version} is installed, at least {'.'.join(map(str, MINIMUM))} is"
             " needed"
@@ -538,9 +538,3 @@ def _extension(package: Path) -> bool:
     return any(
         folder.is_dir() and any(folder.glob("transformer_engine_torch*.so")) for folder in folders
     )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Returns major and minor version as numbers."""
-    parts = version.split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdigit())

@@ -8,7 +8,7 @@ from importlib import util
 from fp8cfg.backends.native.rules import describe_gpu, no_units
 from fp8cfg.schema.backends import EMULATE, Hardware
 from fp8cfg.schema.fp8 import FP8, per_row, weights_2d
-from fp8cfg.schema.packages import installed_version
+from fp8cfg.schema.packages import installed_version, major_and_minor
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import fp8_weight_setting, level
@@ -34,8 +34,7 @@ def unavailable() -> str:
     version = installed_version("torchao")
     if version is None:
         return "torchao has no version, its installation is not complete"
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if release < LEAST:
+    if major_and_minor(version) < LEAST:
         return f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
     return ""
 
