@@ -1,4 +1,4 @@
-"""Entry points of installed packages. A broken one is skipped with a warning."""
+"""Entry points and versions of installed packages. A broken entry point is skipped with a warning."""
 
 from __future__ import annotations
 

@@ -639,6 +639,8 @@ class _Training:
             f"nothing left to do: {num_done} steps of trainer.max_steps={self.max_steps} are done"
         )
         loss = self.logs.value_of_step(num_done, "loss")
+        if self.logs.value_of_step(num_done, "bad_step") is not None:
+            loss = None  # of a skipped batch
         val_loss: Value = self.val_loss  # if it was missing
         if val_loss is None:
             val_loss = self.logs.value_of_step(num_done, "val_loss")

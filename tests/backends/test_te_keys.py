@@ -319,6 +319,8 @@ def test_without_its_compiled_part_it_is_not_available(
     assert "no compiled part" in rules.unavailable()
     monkeypatch.setattr(rules, "installed_version", lambda _: "2.2.0")
     assert rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
+    monkeypatch.setattr(rules, "installed_version", lambda _: "2.8rc1")
+    assert "no compiled part" in rules.unavailable()
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _: None)
     assert (
         rules.unavailable()

@@ -369,3 +369,18 @@ def test_rows_are_rows() -> None:
         config.cast_config_input.scaling_granularity == ScalingGranularity.AXISWISE
         and not config.emulate
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        ("0.18rc1", ""),
+        ("0.19.0.dev20260101+cu130", ""),
+        ("0.7rc1+cu130", "torchao 0.7rc1+cu130 is older than 0.18"),
+    ],
+)
+def test_versions_of_other_builds_are_read(
+    version: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "installed_version", lambda _: version)
+    assert rules.unavailable() == problem
