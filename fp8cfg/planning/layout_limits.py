@@ -16,7 +16,7 @@ from fp8cfg.planning.layer_plan import adapted_projections, plan_layers, transfo
 from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.rules_layout import by_fsdp2, nearest_multiple
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import SCALED, ZERO, StateDtypes, level, resolve_state_dtypes
 from fp8cfg.schema.violation import Violation
@@ -115,7 +115,8 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
     else:
         return
     samples = trainer.global_batch_size // replicas  # of a rank
-    fix = f"trainer.global_batch_size={stages * trainer.micro_batch_size * replicas}"
+    nearest = nearest_multiple(count, stages)
+    fix = f"trainer.global_batch_size={nearest * trainer.micro_batch_size * replicas}"
     for micro in range(min(trainer.micro_batch_size, samples // stages), 0, -1):
         if samples % micro == 0 and (not is_interleaved or samples // micro % stages == 0):
             fix = f"trainer.micro_batch_size={micro}"

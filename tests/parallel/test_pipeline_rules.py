@@ -27,6 +27,10 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
             f"{PIPELINE}=2: a step has 3 microbatches on each rank, but interleaved stages need a multiple of 2; set trainer.micro_batch_size=6",
         ),
         (
+            f"model.num_layers=4 trainer.global_batch_size=7 trainer.micro_batch_size=1 {TWO_CHUNKS}",
+            f"{PIPELINE}=2: a step has 7 microbatches on each rank, but interleaved stages need a multiple of 2; set trainer.global_batch_size=8",
+        ),
+        (
             "precision=bf16_fp8 opt_level=O2",
             f"opt_level=O2: works {ALONE}; set opt_level=null, or {PIPELINE}=1",
         ),
