@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.amax import compute_amax, split_tiles
 from fp8cfg.numerics.formats import Format, RandomStream, round_to_format
-from fp8cfg.numerics.fp8_linear import FP8Linear
+from fp8cfg.numerics.fp8_linear import FP8Linear, fp8_linears
 from fp8cfg.numerics.fp8_weights import GatheredWeight
 from fp8cfg.numerics.fsdp_weights import gather_master
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
@@ -137,6 +137,12 @@ def _restore_state(model: nn.Module) -> Iterator[None]:
         elif leaf == "fp8_amax_history":
             changing.append(buffer[0])  # a pass writes only row 0
     copies = [tensor.clone() for tensor in changing]
+    # A weight that this pass would cache would not be recorded by the passes of the step.
+    caches = [layer.weight_cache for layer in fp8_linears(model)]
+    cache_flags = [(cache.enabled, cache.in_loop) for cache in caches]
+    for cache in caches:
+        cache.enabled = False
+        cache.in_loop = False
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
@@ -150,6 +156,9 @@ def _restore_state(model: nn.Module) -> Iterator[None]:
             tensor.copy_(old)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for cache, (enabled, in_loop) in zip(caches, cache_flags, strict=True):
+            cache.enabled = enabled
+            cache.in_loop = in_loop
 
 
 class _Probe:

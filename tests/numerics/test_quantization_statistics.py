@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +331,38 @@ def test_in_a_loop_of_ones_own_gradients_under_way_stay() -> None:
         r.all() for r in ran
     ), "the proof of engagement stands alone"
     assert not any(layer._forward_hooks for layer in fp8_linears(job.model))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_in_a_loop_that_caches_weights_scales_stay_the_same(set_to_none: bool) -> None:
+    """A weight that the measuring pass cached would not be recorded by the microbatches."""
+    states = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        recipe = fp8cfg.compose(
+            ["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true", EVERYWHERE]
+        )
+        fp8 = fp8cfg.convert_model(model, recipe)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(8, 32)
+
+        def run(model: nn.Module = model, fp8: Any = fp8, x: torch.Tensor = x) -> None:
+            with torch.autocast("cpu", torch.bfloat16), fp8.autocast():
+                loss = model(x).float().square().mean()
+            loss.backward()
+
+        for _ in range(3):
+            if measured:
+                collect_statistics(model, run)
+            run()
+            run()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+            fp8.step()
+        states.append([t for layer in fp8_linears(model) for t in layer.buffers()])
+    for plain, with_statistics in zip(*states, strict=True):
+        assert torch.equal(plain, with_statistics)
 
 
 def test_float8_weights_without_their_masters_are_left_out() -> None:
