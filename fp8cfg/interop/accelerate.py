@@ -244,6 +244,7 @@ _PARALLELISM = Unsupported(
 )
 _UNSUPPORTED = {
     **dict.fromkeys(_LAUNCH_KEYS, _LAUNCH),
+    "compute_environment": _LAUNCH._replace(usual=("LOCAL_MACHINE",)),
     "fsdp_config.": _FSDP,
     "fsdp_config.fsdp_activation_checkpointing_offload": _FSDP,
     "fsdp_config.fsdp_version": _FSDP._replace(usual=(2,)),

@@ -126,7 +126,9 @@ def _prepare(settings: dict[str, Any]) -> list[str]:
         if str(level).lower() != "o3":
             remarks.append(other_weights_remark(format_setting("msamp.opt_level", level)))
     else:
-        settings.pop("msamp.opt_level", None)
+        level = settings.pop("msamp.opt_level", None)
+        if level is not None and "msamp.enabled" not in settings:
+            remarks.append(f"msamp.opt_level={level}: has no effect without msamp.enabled")
 
     compute_settings = {dtype: settings.get(f"{dtype}.enabled") for dtype in ("bf16", "fp16")}
     if "auto" in compute_settings.values():

@@ -385,6 +385,7 @@ def _without_classes(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def combine_model_settings(settings: dict[str, Any]) -> list[str]:
     """Combines dependent settings of the model in place. Returns remarks."""
+    remarks: list[str] = []
     # Megatron-Bridge has a function and a switch for its gate.
     is_gated = settings.pop("gated_linear_unit", None)
     function = settings.pop("activation_func", None)
@@ -393,9 +394,11 @@ def combine_model_settings(settings: dict[str, Any]) -> list[str]:
         if is_gated:
             names = {"silu": "swiglu", "gelu": "geglu"}
         settings["activation"] = names.get(str(function), str(function))
+    elif is_gated is not None:
+        remarks.append(f"gated_linear_unit={is_gated}: not read without activation_func")
     if str(settings.get("normalization")).lower() == "layernorm1p":
         settings["layernorm_zero_centered_gamma"] = True
     if settings.pop("has_model", False):
-        return apply_model_defaults(settings)
+        return remarks + apply_model_defaults(settings)
     combine_betas(settings)
-    return []
+    return remarks

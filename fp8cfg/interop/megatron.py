@@ -156,6 +156,9 @@ JOB_UNSUPPORTED = {
         "selective recomputes core attention, norms and the activation function here",
         ("core_attn", ["core_attn"]),
     ),
+    "recompute_method": Unsupported(
+        "model.recompute_granularity=full recomputes every layer here", ("uniform",)
+    ),
     "te_rng_tracker": Unsupported("random numbers follow from trainer.seed"),
 }
 # The recipe keys of a job. Those in the second half cannot be exported.

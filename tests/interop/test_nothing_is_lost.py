@@ -138,6 +138,37 @@ def test_a_run_config_of_bridge_is_a_whole_recipe(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("project", "settings", "remark"),
+    [
+        (
+            "megatron",
+            {"bf16": True, "recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_method=block: model.recompute_granularity=full recomputes every layer here",
+        ),
+        (
+            "nemo",
+            {"precision": "bf16-mixed", "model.config.gated_linear_unit": False},
+            "gated_linear_unit=False: not read without activation_func",
+        ),
+        (
+            "accelerate",
+            {"mixed_precision": "bf16", "compute_environment": "AMAZON_SAGEMAKER"},
+            "compute_environment=AMAZON_SAGEMAKER: belongs to the launch; use torchrun's arguments",
+        ),
+        (
+            "deepspeed",
+            {"bf16.enabled": True, "msamp.opt_level": "O2"},
+            "msamp.opt_level=O2: has no effect without msamp.enabled",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_a_remark(
+    project: str, settings: dict[str, Any], remark: str
+) -> None:
+    assert interop.from_mapping(project, settings).lost == (remark,)
+
+
 def test_biases_of_qkv_only_are_kept(tmp_path: Path) -> None:
     model = {**BRIDGE["model"], "add_qkv_bias": True}
     (tmp_path / "qwen.yaml").write_text(yaml.safe_dump({**BRIDGE, "model": model}))
