@@ -6,11 +6,14 @@ import json
 import os
 from pathlib import Path
 
+from fp8cfg.checkpoint.resume_rules import matches
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import write_new
 from fp8cfg.cli.recipe_arguments import command_line, compose_recipe, recipe_file
+from fp8cfg.composition.overrides import parsed
 from fp8cfg.planning.hardware import find_gpu
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.keys import full
 from fp8cfg.schema.messages import say_on_stderr
 
 USAGE = """
@@ -84,8 +87,16 @@ def run(argv: list[str]) -> int:
         write_new(Path(output), result.yaml())
         say_on_stderr(f"wrote {output}")
     elif result.overrides:
+        if result.remedy is None:
+            # A recipe without FP8 rejects overrides of it.
+            arguments.words = [word for word in arguments.words if not _is_of_fp8(word)]
         say_on_stderr(f"train with: {command_line(arguments, list(result.overrides))}")
     return 0
+
+
+def _is_of_fp8(word: str) -> bool:
+    """Returns whether an override has no effect without FP8."""
+    return matches(full(parsed(word)[0]), ("trainer.plugins.fp8", "trainer.plugins.backend"))
 
 
 def _count(arguments: Arguments, option: str) -> int | None:

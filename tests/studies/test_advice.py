@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.parallel.process_group import current
 from fp8cfg.schema.presets import precision_preset
+from fp8cfg.studies import advice_rules
 from fp8cfg.studies.advice import find_layers
 from fp8cfg.studies.advice_report import Advice
 from fp8cfg.studies.advice_rules import (
@@ -44,7 +46,7 @@ from fp8cfg.training.memory_measurement import LiveBytes
 from fp8cfg.training.step import train_step
 from tests.support import planted
 from tests.support.planted import NOTHING, PLANTS, TINY_HEAD
-from tests.support.small import small
+from tests.support.small import small, small_words
 from tests.support.verbs import refused
 
 Out = pytest.CaptureFixture[str]
@@ -491,3 +493,19 @@ def test_advice_without_a_usable_gradient_is_an_error() -> None:
     recipe = small("precision=fp16")
     with pytest.raises(fp8cfg.ConfigError, match=r"overflowed in all measured steps \(1, 2\)"):
         fp8cfg.advise(recipe, steps=2, every=1)
+
+
+def test_the_proposed_command_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """It keeps --config-dir, and drops overrides of FP8 if the advice has none."""
+    monkeypatch.setattr(advice_rules, "ALARM", 0.0)  # no layer is healthy
+    words = small_words("precision=bf16_fp8", "fp8.margin=1")
+    folder = tmp_path / "my presets"
+    folder.mkdir()
+    assert main(["advise", *words, "--steps", "2", "--config-dir", str(folder)]) == 0
+    *_, line = capsys.readouterr().err.splitlines()
+    command = shlex.split(line.removeprefix("train with: "))
+    assert command[-1] == f"--config-dir={folder}"
+    assert "precision=bf16" in command and "fp8.margin=1" not in command
+    assert main(["check", *command[1:]]) == 0
