@@ -37,6 +37,8 @@ PRECISION_KEYS = "trainer.plugins."
 """Prefix of the full names of precision keys. They may differ between the runs of a study."""
 WITHOUT_EFFECT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
 """Keys without effect on losses."""
+MAX_SEEDS = 1000
+"""Most seeds of a study. All runs are planned in memory, so a typo should not fill it."""
 DIVERGED = 7
 """Exit code of a diverged run. With an executor it is the only trace of the error."""
 
@@ -144,8 +146,8 @@ def make_study(
     Raises:
         ConfigError: The recipes cannot be compared, or an argument is not valid.
     """
-    if seeds < 1:
-        raise ConfigError(f"seeds={seeds}: must be at least 1")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise ConfigError(f"seeds={seeds}: must be 1 to {MAX_SEEDS}")
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise ConfigError(f"tolerance={tolerance:g}: must be a number of at least 0")
     names = list(recipes)
