@@ -45,10 +45,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One argument of a sweep, for Hydra and split into arguments of single runs."""
+    """One argument of a sweep, for Hydra and split into arguments of single runs.
+
+    Attributes:
+        override: The argument for Hydra, with its full key.
+        arguments: Arguments of single runs, one for each value.
+        is_choice: Whether the values are names of presets.
+    """
 
     override: str
     arguments: list[str]
+    is_choice: bool = False
 
 
 def read(arguments: Iterable[str], library: Library, base: Recipe | None = None) -> Sweep:
@@ -68,7 +75,7 @@ def read(arguments: Iterable[str], library: Library, base: Recipe | None = None)
         try:
             axis = _read_axis(argument, library)
             key = axis.override.partition("=")[0]
-            _check_axis(argument, key, axis, key in axes, base is not None)
+            _check_axis(argument, key, axis, axes.get(key), base is not None)
             axes.pop(key, None)
             axes[key] = axis  # moves to the end: the last argument of a key counts
         except ConfigError as error:
@@ -79,19 +86,30 @@ def read(arguments: Iterable[str], library: Library, base: Recipe | None = None)
         raise ConfigError(f"more than {MAX_JOBS} jobs in one sweep")
     overrides = [axis.override for axis in axes.values()]
     combinations = [list(job) for job in product(*(axis.arguments for axis in axes.values()))]
-    nodes = _nodes(overrides, library, base)
+    nodes = _nodes([axis.override for axis in axes.values() if axis.is_choice], library, base)
     if base is not None:
         overrides = [f"recipe={GIVEN}", *overrides]
     return Sweep(overrides, combinations, nodes)
 
 
-def _check_axis(argument: str, key: str, axis: _Axis, is_repeated: bool, has_recipe: bool) -> None:
-    """Raises ConfigError if the argument cannot be part of this sweep."""
+def _check_axis(
+    argument: str, key: str, axis: _Axis, previous: _Axis | None, has_recipe: bool
+) -> None:
+    """Raises ConfigError if the argument cannot be part of this sweep.
+
+    Args:
+        argument: The argument.
+        key: Its key, for Hydra.
+        axis: The argument, parsed.
+        previous: An earlier argument of the same key.
+        has_recipe: Whether the recipe comes from a file or an object.
+    """
     if key == "recipe" and has_recipe:
         raise ConfigError(f"{argument}: a recipe is already set; remove one of them")
     if key == "log.dir" and len(axis.arguments) > 1:
         raise ConfigError(f"{argument}: a sweep has one folder; set hydra.sweep.dir=FOLDER")
-    if is_repeated and is_node(full(key)):
+    replaces_choice = previous is not None and previous.is_choice and axis.is_choice
+    if previous is not None and is_node(full(key)) and not replaces_choice:
         # Hydra's sweeper keeps the last argument of a key, and a single run merges all mappings.
         raise ConfigError(
             f"{argument}: {short(key)} is set twice in this sweep, and only the last one counts;"
@@ -169,7 +187,7 @@ def _read_axis(argument: str, library: Library) -> _Axis:
     if group not in GROUPS:
         # Hydra appends groups that are not in the defaults list of conf/config.yaml.
         group = f"+{group}"
-    return _Axis(f"{group}={names}", arguments)
+    return _Axis(f"{group}={names}", arguments, is_choice=True)
 
 
 def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]:
@@ -213,13 +231,12 @@ def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> 
     return names
 
 
-def _nodes(overrides: Iterable[str], library: Library, base: Recipe | None) -> Nodes:
-    """Returns the node of every choice in `overrides`."""
+def _nodes(choices: Iterable[str], library: Library, base: Recipe | None) -> Nodes:
+    """Returns the node of every name in `choices`, arguments such as precision=bf16,fp16."""
     names: dict[str, list[str]] = {}
-    for text in overrides:
-        group, _, value = text.lstrip("+").partition("=")
-        if group in library.groups():
-            names[group] = [name.strip("'") for name in value.split(",")]
+    for argument in choices:
+        group, _, value = argument.lstrip("+").partition("=")
+        names[group] = [name.strip("'") for name in value.split(",")]
     if base is None:
         names.setdefault("recipe", [default_recipe()])
     # Tasks and users' groups may choose in other groups.
@@ -236,8 +253,8 @@ def _nodes(overrides: Iterable[str], library: Library, base: Recipe | None) -> N
                 if preset not in presets:
                     presets.append(preset)
     nodes: Nodes = {}
-    for group, choices in names.items():
-        nodes[group] = {name: node(group, name, library) for name in choices}
+    for group, of_group in names.items():
+        nodes[group] = {name: node(group, name, library) for name in of_group}
     if base is not None:
         nodes["recipe"] = {GIVEN: listed(base)}
     return nodes

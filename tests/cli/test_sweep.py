@@ -83,6 +83,8 @@ ROOT = Path(__file__).parents[2]
             [["optim.lr=1e-05"], ["optim.lr=0.001"]],
         ),
         (["recipe=null"], ["recipe=llama_tiny"], [["recipe=null"]]),
+        (["data={name: tiny}"], ["data={name: tiny}"], [["data={name: tiny}"]]),
+        (["precision=bf16", "precision=fp16"], ["precision=fp16"], [["precision=fp16"]]),
     ],
 )
 def test_words_for_hydra_and_for_each_job(
