@@ -58,7 +58,8 @@ def contextual_fp8_autocast(
         ConfigError: `recipe` is not a recipe.
 
         The returned function raises ConfigError if the layers were converted with other FP8
-        settings, or on a CPU and moved to a GPU since. It raises NotFP8Error if the first training pass did not run in FP8.
+        settings, or if the model was moved to a GPU after the conversion. It raises NotFP8Error if
+        the first training pass did not run in FP8.
     """
     recipe = to_recipe(recipe)
     refuse_if(recipe_errors(recipe))

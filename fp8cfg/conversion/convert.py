@@ -518,6 +518,11 @@ def prepare_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
         ConfigError: The recipe does not fit the model, or the model has FP8 layers already.
     """
     recipe = adapt_recipe(recipe, model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "build: no parameter of the model requires a gradient, so there is nothing to train;"
+            " set requires_grad, or use fp8cfg.convert_model(model, recipe)"
+        )
     if recipe.trainer.compile == "on":
         raise ConfigError(
             "trainer.compile=on: has no effect on a custom model; remove it, call"

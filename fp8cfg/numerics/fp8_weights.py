@@ -270,7 +270,10 @@ _OPERATIONS = (
     "bfloat16",
 )
 _FORMS = ("{}", "{}_", "__{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
-_ARITHMETIC = frozenset(form.format(name) for name in _OPERATIONS for form in _FORMS)
+_FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+_ARITHMETIC = frozenset(
+    [*_FUSED_OPTIMIZERS, *(form.format(name) for name in _OPERATIONS for form in _FORMS)]
+)
 """Names of torch's functions that would read codes as numbers."""
 
 

@@ -1,4 +1,4 @@
-"""Entry points and versions of installed packages. A broken entry point is skipped with a warning."""
+"""Entry points and versions of installed packages. A broken entry point only warns."""
 
 from __future__ import annotations
 

@@ -246,3 +246,9 @@ def test_a_convolutional_model_runs_after_convert_back(
     model = fp8cfg.convert_back(copy.deepcopy(job.model) if copies else job.model)
     model.zero_grad()
     model(x.to(model.head.weight.dtype)).backward()
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    with pytest.raises(fp8cfg.ConfigError, match="build: no parameter of the model requires"):
+        fp8cfg.build(fp8cfg.compose(["precision=bf16_fp8"]), model=model)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fp8cfg
 from fp8cfg.optim import LossScaler
 from fp8cfg.optim.low_bit.adam import LowBitTrainingAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
@@ -149,6 +150,21 @@ def test_a_refused_state_changes_no_loss_scale() -> None:
         optimizer.load_state({}, state)
     assert optimizer.loss_scaler is not None
     assert optimizer.loss_scaler.scale == LossScaler().scale
+
+
+def test_a_refused_state_dict_changes_no_fp8_weight() -> None:
+    """FP8 state has the codes of the weights, so it is loaded after the check of the rest."""
+    jobs = []
+    for seed, name in enumerate(("sgd", "adamw")):
+        torch.manual_seed(seed)
+        recipe = fp8cfg.compose(["precision=bf16_fp8", f"optim.name={name}"])
+        jobs.append(fp8cfg.build(recipe, model=nn.Sequential(nn.Linear(32, 32))))
+    sgd, adamw = jobs
+    before = {key: value.clone() for key, value in adamw.model.state_dict().items()}
+    with pytest.raises(ValueError, match="is of SGD, this optimizer is AdamW"):
+        adamw.optimizer.load_state_dict(sgd.optimizer.state_dict())
+    for key, value in adamw.model.state_dict().items():
+        assert torch.equal(value, before[key]), key
 
 
 @pytest.mark.parametrize("low_bit", [False, True])
