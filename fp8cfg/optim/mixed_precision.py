@@ -25,7 +25,6 @@ from fp8cfg.optim.loss_scale import LossScaler, check_loss_scale
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.optim.state_dict import (
     NamedOptimizer,
-    check_json,
     collect_json,
     collect_tensors,
     entry_after,
@@ -407,6 +406,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
                 entries[name] = entry_after(self.inner, self.counts[parameter])
         return {**json, "state": entries, "steps": self.steps, "loss_scale": scale}
 
+    def check_saved(self, json: Mapping[str, Any]) -> None:
+        """Raises ValueError if saved JSON is of another kind, or only one side has a loss scale."""
+        super().check_saved(from_low_bit(json))
+        check_loss_scale(self.loss_scaler, json["loss_scale"])
+
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """Restores the results of `state_tensors` and `state_json` for the owned parameters.
@@ -419,8 +423,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
                 loss scale. Nothing was changed.
         """
         json = from_low_bit(json)
-        check_json(json, self.state_json())
-        check_loss_scale(self.loss_scaler, json["loss_scale"])
+        self.check_saved(json)
         restore(self.names, self.masters, self.inner, tensors, json)
         for parameter, name in self.names.items():
             entry = json["state"][name]

@@ -272,6 +272,10 @@ class NamedOptimizer(torch.optim.Optimizer):
     def state_json(self) -> dict[str, Any]:
         """Returns the rest of the state for JSON, without the learning rate of the schedule."""
 
+    def check_saved(self, json: Mapping[str, Any]) -> None:
+        """Raises ValueError if the result of `state_json` is from an optimizer of another kind."""
+        check_json(json, self.state_json())
+
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """Restores the results of `state_tensors` and `state_json`.
@@ -322,6 +326,8 @@ class NamedOptimizer(torch.optim.Optimizer):
                 another optimizer or other FP8 layers.
         """
         _expect_state_dict(state_dict)
+        # First, because loading FP8 state may write weights.
+        self.check_saved(state_dict["json"])
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(

@@ -167,6 +167,17 @@ def test_codes_are_not_averaged(kind: str) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_of_torch_do_not_step_codes(kind: str, fused: bool, optimizer: Any) -> None:
+    held = layer(kind)
+    held.set_weight_grad_dtype(torch.float16 if kind == "library" else torch.float32)
+    held(torch.ones(2, 32, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer(held.parameters(), lr=1e-3, fused=fused).step()
+
+
+@KINDS
 @pytest.mark.parametrize("how", ["deepcopy", "save", "cast"])
 def test_copies_of_codes_are_codes(kind: str, how: str) -> None:
     held = layer(kind)

@@ -31,7 +31,7 @@ from fp8cfg.optim.low_bit.state import (
     slot_of,
 )
 from fp8cfg.optim.mixed_precision import Named, WriteGuard, named_parameters
-from fp8cfg.optim.state_dict import NamedOptimizer, check_json
+from fp8cfg.optim.state_dict import NamedOptimizer
 
 
 class LowBitOptimizer(NamedOptimizer):
@@ -353,7 +353,7 @@ class LowBitOptimizer(NamedOptimizer):
             for name, tensor in tensors.items()
             if name in expected or not name.startswith(other_prefixes)
         }
-        check_json(json, self.state_json())
+        self.check_saved(json)
         entries = self._entries()
         columns = {*self.columns.values(), *self.full_columns}
         tensors, saved_entries = convert_codecs(
@@ -506,14 +506,17 @@ class LowBitTraining(LowBitOptimizer):
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
         return {**super().state_json(), "steps": self.steps, "loss_scale": scale}
 
+    def check_saved(self, json: Mapping[str, Any]) -> None:
+        """Raises ValueError if saved JSON is of another kind, or only one side has a loss scale."""
+        super().check_saved(json)
+        check_loss_scale(self.loss_scaler, json["loss_scale"])
+
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """Restores the state as in `LowBitOptimizer.load_state`.
 
         Raises:
             ValueError: The state does not fit, or only one side has a loss scale.
         """
-        check_json(json, self.state_json())
-        check_loss_scale(self.loss_scaler, json["loss_scale"])
         super().load_state(tensors, json)
         self.steps = int(json["steps"])
         if self.loss_scaler is not None:
