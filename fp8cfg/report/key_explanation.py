@@ -23,7 +23,7 @@ from fp8cfg.composition.precedence import ResolvedRecipe, composed
 from fp8cfg.composition.recipe_yaml import assigned, flat, is_node
 from fp8cfg.planning.violations import violations
 from fp8cfg.report.key_examples import example
-from fp8cfg.report.recipe_export import key_schema
+from fp8cfg.report.recipe_export import key_schema, one_line
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full, short, shown
@@ -350,7 +350,7 @@ def explained(recipe: ResolvedRecipe, key: str) -> Explanation:
         for name, value in flat(recipe.recipe).items():
             if name.startswith(f"{key}."):
                 values[short(name)] = value
-        description = _one_line(fields()[key].description)
+        description = one_line(fields()[key].description)
         return Explanation(short(key), key, values, description, {}, "", ())
     schema = key_schema(key)
     layers = tuple(key_history(fold(recipe.layers), key))
@@ -358,7 +358,7 @@ def explained(recipe: ResolvedRecipe, key: str) -> Explanation:
         short(key),
         key,
         layers[-1].values[key],
-        _one_line(schema["description"]),
+        schema["description"],
         schema,
         effect(recipe.recipe, key, recipe.written),
         layers,
@@ -423,15 +423,10 @@ def _node_text(explanation: Explanation) -> str:
     for column in (0, 1):
         room -= max(len(row[column]) for row in rows)
     for row in rows:
-        first_sentence = _one_line(row[2]).partition(". ")[0]
+        first_sentence = one_line(row[2]).partition(". ")[0]
         row[2] = cut(first_sentence, room)
     head = wrapped(f"{explanation.key}: {explanation.description}")
     return "\n".join([head, table(rows[0], rows[1:])])
-
-
-def _one_line(text: str) -> str:
-    """Joins lines and collapses white space."""
-    return " ".join(text.split())
 
 
 def _cut_value(value: str) -> str:

@@ -246,7 +246,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
         "recipe": {"description": "The recipe that this one builds on.", **names["recipe"]}
     }
     for group, (node_class, _) in REPLACING_GROUPS.items():
-        about = f"A preset's name, or keys: {_one_line(node_class.__doc__ or '')}"
+        about = f"A preset's name, or keys: {one_line(node_class.__doc__ or '')}"
         properties[group] = {
             "description": about,
             "anyOf": [names[group], {"$ref": f"#/$defs/{node_class.__name__}"}],
@@ -414,13 +414,13 @@ def _with_one_line_descriptions(schema: Any) -> Any:
     copy = {}
     for key, value in schema.items():
         if key == "description" and isinstance(value, str):
-            copy[key] = _one_line(value)
+            copy[key] = one_line(value)
         else:
             copy[key] = _with_one_line_descriptions(value)
     return copy
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Joins lines and collapses white space."""
     return " ".join(text.split())
 

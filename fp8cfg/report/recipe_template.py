@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.planning.violations import violations
-from fp8cfg.report.recipe_export import deltas
+from fp8cfg.report.recipe_export import deltas, one_line
 from fp8cfg.schema import __version__
 from fp8cfg.schema.keys import PLUGIN, full, short
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
@@ -91,7 +91,7 @@ def _line(key: str, value: Any, presets: Mapping[str, str]) -> str:
     # `precision` is the name of the preset in this file, so keys in it need their full names.
     if name.startswith("precision.") and "precision" in presets:
         name = key
-    description = " ".join((fields()[key].description or "").split())
+    description = one_line(fields()[key].description or "")
     return _with_help(f"{name}: {dump_value(value)}", _SENTENCE_END.split(description)[0])
 
 
@@ -116,5 +116,5 @@ def _heading(section: str) -> str:
         return "The run"
     if section == "precision":
         return "precision: other keys of the preset, besides fp8 and storage"
-    description = " ".join((fields()[full(section)].description or "").split())
+    description = one_line(fields()[full(section)].description or "")
     return f"{section}: {_SENTENCE_END.split(description)[0].removesuffix('.')}"
