@@ -73,7 +73,7 @@ def write_result(
     values = {}
     for override in overrides:
         key, _, value = override.partition("=")
-        values[short(key)] = value
+        values[short(key.lstrip("+"))] = value
     # Without a new run, files in the folder are from an older one.
     run_files = files if has_run_folder else None
     result = {
