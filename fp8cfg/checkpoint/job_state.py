@@ -180,6 +180,8 @@ def _restore_model(
                     state[name] = converted
         saved = state
     else:
+        if not job.foreign:  # the user may have changed the dtypes of a custom model
+            _check_dtypes(saved, stored)
         scales_are_set = step >= job.recipe.fp8.interval
         removed: set[str] = set()
         if recalibrates:
@@ -192,6 +194,13 @@ def _restore_model(
         for layer in job.model.modules():
             vars(layer).pop(ANEW, None)
     return storage_differs
+
+
+def _check_dtypes(saved: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a saved tensor has another dtype. load_state_dict would cast it."""
+    for name, tensor in saved.items():
+        if name in current and tensor.dtype != current[name].dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {current[name].dtype}")
 
 
 def _convert(name: str, saved: Tensor, current: Tensor) -> Tensor | None:

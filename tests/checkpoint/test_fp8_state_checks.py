@@ -89,6 +89,21 @@ def test_it_starts_anew_where_that_is_asked_for(
     assert anew["step"] == 5 and abs(float(anew["val_loss"]) / float(whole["val_loss"]) - 1) < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.float64])
+def test_a_weight_of_another_dtype_is_not_cast(
+    dtype: torch.dtype, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (step,) = (run / "checkpoints").glob("step-*")
+    state = load_file(step / "model.safetensors")
+    state["embedding.weight"] = state["embedding.weight"].to(dtype)
+    save_file(state, step / "model.safetensors")
+    write_sums(step)
+    assert main(["resume", str(run), "trainer.max_steps=5"]) == 4
+    said = "".join(capsys.readouterr())
+    assert f"embedding.weight is {dtype}, expected torch.bfloat16" in said
+
+
 def test_an_option_without_effect_is_said(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
