@@ -242,11 +242,6 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
     return total
 
 
-def chart_text(recipe: Recipe, part: Part) -> str:
-    """Returns the chart as text."""
-    return "\n".join(chart_blocks(recipe, part))
-
-
 def chart_blocks(recipe: Recipe, part: Part) -> list[str]:
     """Returns the chart with the recipe's row first, followed by the remarks."""
     row = chart_row(recipe, part.state)

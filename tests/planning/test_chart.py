@@ -60,7 +60,7 @@ def test_gemm_is_what_multiplies() -> None:
 def test_text() -> None:
     recipe = small("precision=bf16_fp8", "optim.name=sgd")
     assert (
-        remarks.chart_text(recipe, rank_part(recipe))
+        "\n".join(remarks.chart_blocks(recipe, rank_part(recipe)))
         == """\
 low-precision chart  GEMM  comm  weight  master  grad  moments    B/param
 this recipe: custom  fp8   fp32  fp8     fp32    fp32  fp32            13
@@ -96,7 +96,7 @@ def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(
         remarks.bytes_per_parameter(chart_row(recipe), sharding(recipe.precision, ranks), ranks)
         == each
     )
-    lines = remarks.chart_text(recipe, rank_part(recipe, ranks)).splitlines()
+    lines = "\n".join(remarks.chart_blocks(recipe, rank_part(recipe, ranks))).splitlines()
     own = next(line for line in lines if line.startswith("this recipe: "))
     assert own.split()[-1] == f"{each:.3g}"
     unsharded = remarks.bytes_per_parameter(chart_row(recipe))

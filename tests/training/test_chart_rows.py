@@ -145,7 +145,7 @@ def test_numbers_of_ranks_are_positive(text: str) -> None:
 def test_the_plan_names_the_row(name: str) -> None:
     recipe = fp8cfg.compose(["recipe=llama_tiny", *rows(2)[name].split()])
     assert (
-        remarks.chart_text(recipe, rank_part(recipe))
+        remarks.chart_blocks(recipe, rank_part(recipe))[0]
         .splitlines()[1]
         .startswith(f"this recipe: {name.partition(',')[0]} ")
     )
