@@ -97,7 +97,7 @@ class Coverage:
     @property
     def low_share_warning(self) -> str:
         """A warning if less than half of the FLOPs are in FP8, else ""."""
-        if self.share >= LOW:
+        if self.share >= LOW or not self.flops:  # no FLOPs: an empty batch
             return ""
         name, share, reason = self.largest_in_high_precision
         return (
@@ -142,7 +142,7 @@ class Coverage:
 
     def blocks(self) -> list[str]:
         """Returns the table, the summary and the note, for a report."""
-        total = self.flops
+        total = self.flops or 1.0  # 0 after an empty batch
         rows = []
         for group in self._groups():
             share = group.flops / total
@@ -217,7 +217,7 @@ class Coverage:
         Returns:
             For each reason the number of layers and their share of all FLOPs.
         """
-        total = self.flops
+        total = self.flops or 1.0
         shares_by_reason: dict[str, list[float]] = {}
         for linear in self.linears:
             if not linear.fp8:

@@ -111,3 +111,14 @@ def test_models_of_transformers(name: str, shape: dict[str, int], listed: set[st
         match=r"fp8\.min_coverage=0\.5: .* of the FLOPs of all weights ran in FP8",
     ):
         fp8.prove()
+
+
+def test_an_empty_batch_has_a_coverage_of_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48))
+    fp8 = fp8cfg.convert_model(model, recipe("fp8.exclude=['1']"))
+    with fp8.autocast():
+        model(torch.randn(0, 64))
+    coverage = fp8cfg.coverage(model)
+    assert coverage.share == 0 and coverage.low_share_warning == ""
+    assert "0.0% of the linear layers' FLOPs" in str(coverage)
+    assert [share for _, _, share in coverage.left_out] == [0]
