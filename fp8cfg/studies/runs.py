@@ -133,11 +133,6 @@ def list_runs(folder: str | Path, where: Iterable[str] = ()) -> list[RunSummary]
     return sorted(summaries, key=lambda summary: summary.updated, reverse=True)
 
 
-def summarize(folder: str | Path) -> RunSummary:
-    """Summarizes one run. An unreadable folder has the state "damaged"."""
-    return _summarize(Path(folder))[0]
-
-
 def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
     """Returns the summary of a run, and the values of its recipe by full key."""
     # Filled field by field: a damaged folder shows all fields up to the error.

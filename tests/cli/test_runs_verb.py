@@ -15,9 +15,14 @@ import yaml
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.cli import runs
-from fp8cfg.studies.runs import list_runs, summarize
+from fp8cfg.studies.runs import RunSummary, list_runs
 from tests.support.short_runs import fit
 from tests.support.verbs import loads, refused, said
+
+
+def summarize(folder: Path) -> RunSummary:
+    [run] = list_runs(folder)
+    return run
 
 
 @pytest.fixture(scope="module")
