@@ -572,8 +572,15 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
 
 
 def _hardware(model: nn.Module) -> Hardware:
-    """Returns the hardware of the device with the parameters of `model`."""
-    return find_hardware("cuda" if _is_on_gpu(model) else "cpu")
+    """Returns the hardware that `model` runs on.
+
+    A model on the meta device gets its memory later: on the GPU, if the machine has one.
+    """
+    device = "cpu"
+    is_on_meta = any(p.is_meta for p in model.parameters())
+    if _is_on_gpu(model) or (is_on_meta and torch.cuda.is_available()):
+        device = "cuda"
+    return find_hardware(device)
 
 
 def _is_on_gpu(model: nn.Module) -> bool:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.conversion.convert import Conversion
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.schema.backends import Hardware
 
 PRESETS = ["bf16_fp8", "bf16_fp8_block"]
 
@@ -246,3 +248,22 @@ def test_a_model_moved_to_a_gpu_after_its_conversion_is_refused(
     context = nullcontext() if autowrap else fp8.autocast()
     with pytest.raises(fp8cfg.ConfigError, match=message), context:
         model(torch.randn(32, 64))
+
+
+@pytest.mark.parametrize(("device", "hardware"), [("meta", "cuda"), ("cpu", "cpu")])
+def test_a_model_without_memory_is_converted_for_the_gpu(
+    device: str, hardware: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP's scripts build on the meta device and call to_empty(device="cuda") afterward."""
+    asked = []
+
+    def find(device: str) -> Hardware:
+        asked.append(device)
+        return find_hardware("cpu")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fp8cfg.conversion.convert.find_hardware", find)
+    with torch.device(device):
+        model = net()
+    fp8cfg.convert_model(model, "bf16_fp8_block")
+    assert asked == [hardware]
