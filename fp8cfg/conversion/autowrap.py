@@ -52,14 +52,12 @@ def contextual_fp8_autocast(
         use_during_eval: Also runs evaluation in FP8, as fp8.use_autocast_during_eval does.
 
     Returns:
-        A function of the model and the arguments of `model_forward`.
+        A function of the model and the arguments of `model_forward`. It raises ConfigError if the
+        layers were converted with other FP8 settings, or if the model was moved to a GPU after the
+        conversion. It raises NotFP8Error if the first training pass did not run in FP8.
 
     Raises:
         ConfigError: `recipe` is not a recipe.
-
-        The returned function raises ConfigError if the layers were converted with other FP8
-        settings, or if the model was moved to a GPU after the conversion. It raises NotFP8Error if
-        the first training pass did not run in FP8.
     """
     recipe = to_recipe(recipe)
     refuse_if(recipe_errors(recipe))
