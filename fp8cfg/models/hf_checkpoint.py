@@ -268,7 +268,9 @@ def parameter_reader(
         expected.update(tensors)
     _check_shapes(weights, expected)
     if has_tied_head and not torch.equal(read(head), read(embedding)):
-        raise ValueError(f"{head} differs from {embedding}, but tie_embeddings is true")
+        raise ValueError(
+            f"{head} differs from {embedding}, but model.share_embeddings_and_output_weights=true"
+        )
 
     def read_parameter(name: str) -> Tensor:
         tensors = [read(hf_name) for hf_name in hf_shapes[name]]

@@ -61,7 +61,7 @@ def write_parity_page(report: ParityReport, path: Path) -> None:
         path,
         f"Parity of {study.name}",
         sections,
-        subtitle=f"baseline {study.baseline}, {len(report.steps)} steps, {len(study.seeds)} seeds",
+        subtitle=f"baseline {study.baseline}, steps: {len(report.steps)}, seeds: {len(study.seeds)}",
         legend=list(report.losses),
     )
 

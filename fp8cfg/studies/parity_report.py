@@ -174,7 +174,10 @@ def _seeds(seeds: Sequence[int]) -> str:
     # With --against the seeds need not be consecutive.
     if len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
         return f"seeds {seeds[0]} to {seeds[-1]}"
-    return f"seeds {', '.join(map(str, seeds))}"
+    numbers = ", ".join(map(str, seeds))
+    if len(seeds) == 1:
+        return f"seed {numbers}"
+    return f"seeds {numbers}"
 
 
 def _print_lines(console: Console, lines: Sequence[str], first: str = "") -> None:

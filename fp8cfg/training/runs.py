@@ -82,7 +82,8 @@ def fit(
         NotFP8Error: The first step did not run in the planned formats.
         Interrupted: A signal stopped the run. A checkpoint was saved.
         Diverged: The loss or the gradients are not finite.
-        ConfigError: The data or the batch size does not fit the recipe.
+        ConfigError: The data or the batch size does not fit the recipe, or the job has trained
+            already.
         CheckpointError: The last checkpoint could not be written.
         RunFolderError: The folder is taken or cannot be written.
     """
@@ -114,6 +115,12 @@ def fit(
         return _resume_job(job, path, world, say, callbacks)
     if path and world.first:
         RunFolder.refuse_taken(path)
+    # A new run would start from trained weights, at the end of the learning-rate schedule.
+    if start_from is None and job.optimizer.steps:
+        raise ConfigError(
+            f"fit: this job has already trained {job.optimizer.steps} steps; fp8cfg.build(recipe)"
+            " returns a new job, and fp8cfg.resume(FOLDER) continues a run"
+        )
     # The data are loaded first, so that a data error leaves no empty run folder.
     data = run_data(recipe)
 

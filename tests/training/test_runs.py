@@ -129,6 +129,9 @@ def test_a_folder_of_ones_own_is_resumed_by_either_door(
     assert run.folder == tmp_path / "mine" and run.steps == 2
     with pytest.raises(RunFolderError, match="already contains a run; continue it"):
         fp8cfg.fit(job, tmp_path / "mine")
+    with pytest.raises(fp8cfg.ConfigError, match="this job has already trained 2 steps"):
+        fp8cfg.fit(job, tmp_path / "another")
+    assert not (tmp_path / "another").exists()
     said: list[str] = []
     again = fp8cfg.resume(tmp_path / "mine", ["trainer.max_steps=3"], say=said.append)
     assert said[:2] == [
