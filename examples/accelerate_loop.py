@@ -1,11 +1,16 @@
-"""A loop of Accelerate's around a model and an optimizer of fp8cfg: python examples/accelerate_loop.py [OVERRIDES],
-or, on several ranks, torchrun --nproc-per-node 2 examples/accelerate_loop.py [OVERRIDES]."""
+"""An Accelerate training loop around fp8cfg's model and optimizer.
+
+Usage:
+    python examples/accelerate_loop.py [OVERRIDES]
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py [OVERRIDES]
+"""
 
 from __future__ import annotations
 
 import sys
 
-import torch.distributed.nn  # noqa: F401  imported after a process group is made, it keeps gloo's threads to the interpreter's end
+# Import this before a process group exists. Otherwise gloo's threads live until Python exits.
+import torch.distributed.nn  # noqa: F401
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,24 +19,23 @@ import fp8cfg
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
     t = recipe.trainer
-    samples = fp8cfg.run_data(recipe)[0].rows(
-        0, t.max_steps * t.global_batch_size
-    )  # or data of yours
+    # Or your own data.
+    samples = fp8cfg.run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)
     loader = DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size)
 
-    # "no": precision is the job's. Nor does one call accelerator.clip_grad_norm_: the job's optimizer clips.
+    # "no" because the job sets the precision. Don't call accelerator.clip_grad_norm_ either: the
+    # job's optimizer clips.
     accelerator = Accelerator(mixed_precision="no", cpu=t.accelerator == "cpu")
     ranks = accelerator.num_processes
-    accelerator.gradient_accumulation_steps = parts = t.global_batch_size // (
-        t.micro_batch_size * ranks
-    )
+    parts = t.global_batch_size // (t.micro_batch_size * ranks)
+    accelerator.gradient_accumulation_steps = parts
     if recipe.storage.shard == "auto":
-        recipe.storage.shard = "none"  # prepare() reads the optimizer's state_dict(), of which a rank has a part under ZeRO
+        # prepare() reads the optimizer's state_dict(). Under ZeRO each rank has only a shard of it.
+        recipe.storage.shard = "none"
     job = fp8cfg.build(recipe)  # after Accelerator, which gives each process its GPU
     optimizer, loader, scheduler = accelerator.prepare(job.optimizer, loader, job.scheduler())
-    model = accelerator.prepare_model(
-        job.model, device_placement=False, evaluation_mode=True
-    )  # in no DistributedDataParallel
+    # evaluation_mode=True because the model must not be wrapped in DistributedDataParallel.
+    model = accelerator.prepare_model(job.model, device_placement=False, evaluation_mode=True)
     losses, mean = [], 0.0
     for tokens, targets in loader:
         with accelerator.accumulate(model):
@@ -46,7 +50,7 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
         mean += accelerator.reduce(loss.detach(), "mean").item() / parts
         if accelerator.sync_gradients:
             if not losses:
-                accelerator.print(job.prove())  # stops here where FP8 did not run as planned
+                accelerator.print(job.prove())  # raises an error if FP8 did not run as planned
             losses.append(mean)
             accelerator.print(f"step {len(losses)}: loss {mean:.4f}")
             mean = 0.0
@@ -56,5 +60,5 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
 
 
 if __name__ == "__main__":
-    with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
+    with fp8cfg.exit_codes():  # one line and exit code 2 for a mistake
         train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))

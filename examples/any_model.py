@@ -1,4 +1,8 @@
-"""A model of transformers, made FP8, in a loop of one's own: python examples/any_model.py [OVERRIDES]"""
+"""A transformers model in FP8 in your own training loop.
+
+Usage:
+    python examples/any_model.py [OVERRIDES]
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import fp8cfg
 
 
 def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
-    """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
+    """Returns a small Llama with random weights. Your script has from_pretrained(...) here."""
     m = recipe.model
     torch.manual_seed(recipe.trainer.seed)
     return LlamaForCausalLM(
@@ -28,9 +32,8 @@ def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
 
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
-    job = fp8cfg.build(
-        recipe, model=llama(recipe)
-    )  # in place: FP8 layers, the recipe's precision and optimizer
+    # Converts the model in place and adds the recipe's optimizer.
+    job = fp8cfg.build(recipe, model=llama(recipe))
     batches, _ = fp8cfg.run_data(recipe)
     losses = []
     for step in range(recipe.trainer.max_steps):
@@ -42,13 +45,14 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
         job.optimizer.step()
         job.optimizer.zero_grad()
         if step == 0:
-            print(job.prove())  # stops here where FP8 did not run as planned
+            print(job.prove())  # raises an error if FP8 did not run as planned
         print(f"step {step + 1}: loss {loss.item():.4f}")
         losses.append(loss.item())
-    # To save: job.model.save_pretrained(folder), which others read, or torch.save(job.model.state_dict(), file).
+    # To save the weights for other tools: job.model.save_pretrained(folder), or
+    # torch.save(job.model.state_dict(), file).
     return losses
 
 
 if __name__ == "__main__":
-    with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
+    with fp8cfg.exit_codes():  # one line and exit code 2 for a mistake
         train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))

@@ -1,5 +1,9 @@
-"""A loop of Lightning Fabric's around a model and an optimizer of fp8cfg: python examples/fabric_loop.py [OVERRIDES],
-or, on several ranks, torchrun --nproc-per-node 2 examples/fabric_loop.py [OVERRIDES]."""
+"""A Lightning Fabric training loop around fp8cfg's model and optimizer.
+
+Usage:
+    python examples/fabric_loop.py [OVERRIDES]
+    torchrun --nproc-per-node 2 examples/fabric_loop.py [OVERRIDES]
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,19 @@ import fp8cfg
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
     t = recipe.trainer
-    samples = fp8cfg.run_data(recipe)[0].rows(
-        0, t.max_steps * t.global_batch_size
-    )  # or data of yours
+    # Or your own data.
+    samples = fp8cfg.run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)
 
-    fabric = Fabric(
-        accelerator=t.accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    )  # no `precision`: the job's
+    # Without `precision` because the job sets it.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fabric = Fabric(accelerator=t.accelerator, devices=local_ranks)
     fabric.launch()
     parts = t.global_batch_size // (t.micro_batch_size * fabric.world_size)
     job = fp8cfg.build(recipe)  # after launch(), which gives each process its GPU
-    optimizer = fabric.setup_optimizers(
-        job.optimizer
-    )  # nor is the model set up, in DistributedDataParallel
-    loader = fabric.setup_dataloaders(
-        DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size)
-    )
+    # Don't pass the model to fabric.setup: it must not be wrapped in DistributedDataParallel.
+    optimizer = fabric.setup_optimizers(job.optimizer)
+    loader = DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size)
+    loader = fabric.setup_dataloaders(loader)
     scheduler = job.scheduler()
     losses, mean = [], 0.0
     for done, (tokens, targets) in enumerate(loader, start=1):
@@ -45,7 +46,7 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
         scheduler.step()
         optimizer.zero_grad()
         if not losses:
-            fabric.print(job.prove())  # stops here where FP8 did not run as planned
+            fabric.print(job.prove())  # raises an error if FP8 did not run as planned
         losses.append(mean)
         fabric.print(f"step {len(losses)}: loss {mean:.4f}")
         mean = 0.0
@@ -56,5 +57,5 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
 
 
 if __name__ == "__main__":
-    with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
+    with fp8cfg.exit_codes():  # one line and exit code 2 for a mistake
         train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))

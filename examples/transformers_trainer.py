@@ -1,4 +1,8 @@
-"""A Trainer around a model of transformers and an optimizer of fp8cfg: python examples/transformers_trainer.py [OVERRIDES]"""
+"""The transformers Trainer with fp8cfg's optimizer and FP8 layers.
+
+Usage:
+    python examples/transformers_trainer.py [OVERRIDES]
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import fp8cfg
 
 
 def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
-    """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
+    """Returns a small Llama with random weights. Your script has from_pretrained(...) here."""
     m = recipe.model
     torch.manual_seed(recipe.trainer.seed)
     config = LlamaConfig(
@@ -29,7 +33,7 @@ def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
 def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     job, t = fp8cfg.build(recipe, model=llama(recipe)), recipe.trainer
     if recipe.fp8.enabled:
-        fp8cfg.apply_fp8_autowrap(job.model, recipe)  # its forward enters FP8, or raises
+        fp8cfg.apply_fp8_autowrap(job.model, recipe)  # its forward enters FP8
     batches, _ = fp8cfg.run_data(recipe)  # or your own data
     tokens, _ = batches.rows(0, t.max_steps * t.global_batch_size)
     trainer = Trainer(
@@ -50,11 +54,12 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     )
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
     print(job.prove())
-    # To save: job.model.save_pretrained(folder), which others read, or torch.save(job.model.state_dict(), file).
+    # To save the weights for other tools: job.model.save_pretrained(folder), or
+    # torch.save(job.model.state_dict(), file).
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 if __name__ == "__main__":
-    with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
+    with fp8cfg.exit_codes():  # one line and exit code 2 for a mistake
         words = ["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]
         train(fp8cfg.compose(words), save_strategy="no")

@@ -125,6 +125,8 @@ def run(argv: list[str]) -> int:
     elif remarks or translation.unknown:
         headline = f"Imported from {title}. Settings dropped or with another meaning:"
         text = comments([headline, *remarks, *translation.unknown]) + text
+        if output:
+            _say("note", [f"some settings were dropped or mean something else: see {output}"])
     return print_or_write(text, output)
 
 

@@ -144,6 +144,8 @@ class Library:
             file = f"{name}.yaml"
         if group == "recipe" and os.path.isfile(file):
             return f"recipe={name}: no such recipe; to run a file: fp8cfg {file}"
+        if group == "data" and os.path.exists(name):
+            return f"data={name}: no such data preset; to train on it: data.path={name}"
         if not NAME.fullmatch(stem):
             # An id of the hub: suggest from_hf, and the shipped recipe with a similar name.
             base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
@@ -158,7 +160,7 @@ class Library:
                 return line
             return (
                 f"{group}={name}: expected a name of letters, digits and '_', not a path"
-                f"{suggest(base, known)}"
+                f"{suggest(base, known) or f'; see fp8cfg list {group}'}"
             )
         return self._unknown_choice(group, name)
 

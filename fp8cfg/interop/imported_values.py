@@ -33,8 +33,8 @@ PARALLEL_SIZES = (
     "trainer.strategy.pipeline_model_parallel_size",
     "trainer.strategy.context_parallel_size",
 )
-NOT_IN_SOURCE = "not in the source"
-"""Part of each remark on a value that is missing in the source."""
+NOT_IN_SOURCE = "not read from the source"
+"""Part of each remark on a value that the source does not set, or not in a setting that is read."""
 
 _LINEAR_OVERRIDES = tuple(
     f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad")

@@ -242,3 +242,17 @@ def test_all_linear_is_what_it_is_to_peft(tmp_path: Path) -> None:
     other = fp8cfg.compose(["task=lora", "lora.targets=[q_proj]"])
     other.lora.targets = "all-linear"  # type: ignore[assignment]
     assert other == recipe
+
+
+def test_a_file_or_a_folder_is_no_data_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(fp8cfg.ConfigError) as error:
+        fp8cfg.compose(["data=corpus.jsonl"])
+    assert str(error.value) == (
+        "data=corpus.jsonl: no such data preset; to train on it: data.path=corpus.jsonl"
+    )
+    with pytest.raises(fp8cfg.ConfigError, match="not a path; see fp8cfg list recipe"):
+        fp8cfg.compose(["recipe=/no/where"])

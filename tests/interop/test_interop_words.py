@@ -147,7 +147,7 @@ def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
     trainer = found.recipe.trainer
     assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
     assert found.lost[0].startswith(
-        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not in the source; "
+        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not read from the source; "
     )
     found.recipe.check()
     large = fp8cfg.compose(
@@ -177,9 +177,14 @@ def test_parallel_sizes_that_a_job_file_does_not_give_are_1(name: str, tmp_path:
 @pytest.mark.parametrize(
     ("trainer", "nodes", "devices", "line"),
     [
-        ("devices: 4", 4, 4, "trainer.num_nodes=4: not in the source; "),
-        ("num_nodes: 4", 4, 4, "trainer.devices=4: not in the source; "),
-        ("precision: bf16", 2, 8, "trainer.num_nodes=2 and trainer.devices=8: not in the source; "),
+        ("devices: 4", 4, 4, "trainer.num_nodes=4: not read from the source; "),
+        ("num_nodes: 4", 4, 4, "trainer.devices=4: not read from the source; "),
+        (
+            "precision: bf16",
+            2,
+            8,
+            "trainer.num_nodes=2 and trainer.devices=8: not read from the source; ",
+        ),
     ],
 )
 def test_gpus_that_a_job_file_gives_stay(
@@ -199,7 +204,9 @@ def test_gpus_that_a_job_file_gives_stay(
     assert (found.recipe.trainer.num_nodes, found.recipe.trainer.devices) == (nodes, devices)
     assert found.lost[0].startswith(line)
     words = ["trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64"]
-    assert "not in the source; tensor" not in said(capsys, "import", "nemo", str(file), *words)
+    assert "not read from the source; tensor" not in said(
+        capsys, "import", "nemo", str(file), *words
+    )
 
 
 def test_too_few_gpus_of_a_job_file_are_refused(

@@ -327,7 +327,7 @@ def test_a_recipe_function_of_bridge(tmp_path: Path) -> None:
     assert (found.recipe.name, found.recipe.trainer.max_steps) == ("llama32_1b", 10)
     assert found.recipe.fp8.scaling == "mxfp8"
     assert found.lost == (
-        "optim.warmup_steps=10: not in the source; set to fit trainer.max_steps=10",
+        "optim.warmup_steps=10: not read from the source; set to fit trainer.max_steps=10",
         "pretrain(cfg, forward_step): not read",
     )
 
@@ -342,7 +342,7 @@ def test_an_imported_gpt_3_is_named_after_its_shape(
     assert data["recipe"] == "gpt3_125m"
     recipe = composed(text, tmp_path)
     assert (recipe.name, recipe.model.vocab_size) == ("gpt3_125m", 50304)
-    assert "model.vocab_size=50304: not in the source" in " ".join(text.split())
+    assert "model.vocab_size=50304: not read from the source" in " ".join(text.split())
 
 
 def test_accelerates_parallelism_both_ways() -> None:
@@ -380,7 +380,7 @@ def test_what_deepspeed_leaves_to_the_trainer_is_named(tmp_path: Path) -> None:
     assert found.recipe.trainer.strategy.tensor_model_parallel_size == 2 and found.unknown == ()
     assert found.lost[:2] == (
         "bf16.enabled, train_batch_size: not read, because auto means the Trainer's arguments",
-        "precision.compute=bf16: not in the source; set precision.compute=fp16 or fp32 for another dtype",
+        "precision.compute=bf16: not read from the source; set precision.compute=fp16 or fp32 for another dtype",
     )
 
 

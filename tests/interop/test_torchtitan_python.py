@@ -291,7 +291,21 @@ def test_a_warmup_longer_than_the_steps_is_fitted(tmp_path: Path) -> None:
     found = interop.from_file("torchtitan", file, llama_8b())
     assert found.recipe.optim.warmup_steps == found.recipe.trainer.max_steps == 1000
     assert (
-        "optim.warmup_steps=1000: not in the source; set to fit trainer.max_steps=1000"
+        "optim.warmup_steps=1000: not read from the source; set to fit trainer.max_steps=1000"
         in found.lost
     )
     found.recipe.check()
+
+
+def test_an_import_into_a_file_says_where_dropped_settings_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = tmp_path / "llama3.py", tmp_path / "mine.yaml"
+    file.write_text(
+        "config = Trainer.Config(training=TrainingConfig(steps=1000),"
+        " lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200))\n"
+    )
+    assert main(["import", "torchtitan", str(file), "--output", str(output)]) == 0
+    note = f"note: some settings were dropped or mean something else: see {output}\n"
+    assert capsys.readouterr().err == note
+    assert "warmup_steps=200" in output.read_text()
