@@ -15,11 +15,12 @@ import torch
 import fp8cfg
 from fp8cfg.backends.any_model import checks
 from fp8cfg.building import job
+from fp8cfg.models.transformer import Transformer
 from fp8cfg.training import compile
 from tests.support.forked import processes
 from tests.support.small import small, steps
 from tools.gpu_rows.byte_counts import ByteCounts
-from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.proof import draw_weights_on, without_proof
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, NotRun, Row, Worker
 
@@ -155,6 +156,19 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(
     made.prepared.region.active = False
     monkeypatch.setattr(job.JobAutocast, "__call__", lambda self, enabled=True: nullcontext())
     assert [s.stepped for s in steps(made, 2)] == [True, True] and made.prove().share == 0
+
+
+def test_weights_drawn_on_a_device_are_as_large_as_the_model_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = fp8cfg.build(small("precision=bf16")).model.state_dict()
+    monkeypatch.setattr(Transformer, "init_weights", Transformer.init_weights)  # and so put back
+    draw_weights_on("cpu")
+    drawn, again = (fp8cfg.build(small("precision=bf16")).model.state_dict() for _ in range(2))
+    for name, weight in drawn.items():
+        assert weight.equal(again[name])
+        size = own[name].float().square().mean().item()
+        assert weight.float().square().mean().item() == pytest.approx(size, rel=0.1)
 
 
 def test_differing_bytes_are_counted_by_what_they_are() -> None:

@@ -17,6 +17,7 @@ from fp8cfg.backends.any_model import checks
 from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.building import job
 from fp8cfg.models.transformer import Transformer
+from fp8cfg.models.weight_init import block_seed, init_parameter, init_std
 from fp8cfg.planning.coverage import observed_coverage
 from fp8cfg.training import compile, microbatches, step
 
@@ -46,16 +47,34 @@ def steady_signs() -> None:
 
 
 def draw_weights_on(device: str) -> None:
-    """From here on the weights of a Transformer are drawn on `device`: a billion numbers take a CPU ten seconds, each time. Those of
-    a GPU are others than those of a CPU."""
-    draw = Transformer.init_weights
-    Transformer.init_weights = lambda model, seed, _="cpu": draw(model, seed, device)  # type: ignore[method-assign, misc]
+    """From here on the weights of a Transformer are drawn on `device`.
+
+    A CPU takes ten seconds for a billion numbers, for each row. A GPU draws other numbers than a CPU. The numbers depend on the
+    seed and the parameter's name, so all rows have the same initial weights.
+    """
+
+    @torch.no_grad()
+    def draw(model: Transformer, seed: int) -> None:
+        generator = torch.Generator(device)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                init_parameter(parameter, name, model.config, seed)
+                continue
+            generator.manual_seed(block_seed(seed, name, 0))
+            shape, std = parameter.shape, init_std(model.config, name)
+            parameter.copy_(
+                torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+            )
+
+    Transformer.init_weights = draw  # type: ignore[method-assign, assignment]
 
 
 def without_weights() -> None:
-    """From here on the weights of a Transformer are what their memory held. Each block of them would be copied into memory that
-    the fake GPU takes from the machine, ten gigabytes for a model."""
-    Transformer.init_weights = lambda model, seed, device="cpu": None  # type: ignore[method-assign]
+    """From here on the weights of a Transformer keep what their memory held.
+
+    Each block would be copied into memory that the fake GPU takes from the machine: ten gigabytes for a model.
+    """
+    Transformer.init_weights = lambda model, seed: None  # type: ignore[method-assign]
 
 
 def start(device: str, no_proof: bool) -> None:
