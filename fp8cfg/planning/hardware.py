@@ -213,11 +213,12 @@ def _left_of_cgroup_limit() -> list[int]:
     ):
         try:
             free_bytes = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            # The usage includes the page cache. The kernel frees its inactive part on demand.
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+        # The usage includes the page cache. The kernel frees its inactive part on demand.
+        with suppress(OSError, ValueError):  # some container runtimes have no memory.stat
             for line in (folder / "memory.stat").read_text().splitlines():
                 if line.startswith(f"{cache} "):
                     free_bytes += int(line.split()[1])
-        except (OSError, ValueError):  # no such controller, or "max"
-            continue
         return [max(0, free_bytes)]
     return []

@@ -53,5 +53,7 @@ def test_the_page_cache_of_a_container_is_free_memory(
     for name, text in zip(files, (f"{8 << 20}\n", f"{7 << 20}\n", stat), strict=True):
         (tmp_path / name).write_text(text)
     assert hardware.free_memory("cpu", 1) == 7 << 20 < plain
+    (tmp_path / files[2]).unlink()  # the limit counts without it too
+    assert hardware.free_memory("cpu", 1) == 1 << 20
     (tmp_path / files[0]).write_text("max\n")
     assert hardware.free_memory("cpu", 1) > 8 << 20
