@@ -67,15 +67,16 @@ def running_max(history: Tensor | None, role: int) -> Tensor | None:
     return history[0, role]
 
 
-def keep_overflow(gradient: Tensor, grad_output: Tensor) -> None:
-    """Makes `gradient` infinite, in place, if the float16 `grad_output` overflowed.
+def keep_overflow(grad_output: Tensor, *gradients: Tensor) -> None:
+    """Makes `gradients` infinite, in place, if the float16 `grad_output` overflowed.
 
     FP8 saturates and would hide the overflow from torch.amp.GradScaler, which lowers its scale only
     for an infinite gradient.
     """
     lowest, highest = grad_output.aminmax()
     overflowed = lowest.isinf() | highest.isinf()
-    gradient.masked_fill_(overflowed, torch.inf)
+    for gradient in gradients:
+        gradient.masked_fill_(overflowed, torch.inf)
 
 
 # --- tiles of a matrix

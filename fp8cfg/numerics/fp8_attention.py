@@ -229,8 +229,7 @@ class AttentionFunction(torch.autograd.Function):
             dv.sum(2, keepdim=True).to(value_dtype),
         )
         if grad_output.dtype == torch.float16 and grad_output.numel():
-            for gradient in gradients:
-                keep_overflow(gradient, grad_output)
+            keep_overflow(grad_output, *gradients)
         return *gradients, None, None
 
 

@@ -214,9 +214,9 @@ class LinearFunction(torch.autograd.Function):
 
             if grad_output.dtype == torch.float16 and grad_output.numel():
                 if grad_weight is not None:
-                    keep_overflow(grad_weight, grad_output)
+                    keep_overflow(grad_output, grad_weight)
                 elif grad_input is not None:  # the weight is frozen
-                    keep_overflow(grad_input, grad_output)
+                    keep_overflow(grad_output, grad_input)
 
             if buffers.rounding is not None:
                 # Only backward passes draw random numbers, so recomputed forward passes don't count.
