@@ -640,8 +640,8 @@ class _Training:
         )
         loss = self.logs.value_of_step(num_done, "loss")
         if self.logs.value_of_step(num_done, "bad_step") is not None:
-            loss = None  # of a skipped batch
-        val_loss: Value = self.val_loss  # if it was missing
+            loss = None  # the loss of a skipped batch does not count
+        val_loss: Value = self.val_loss  # set if the evaluation was missing
         if val_loss is None:
             val_loss = self.logs.value_of_step(num_done, "val_loss")
         self._check_divergence(num_done, loss, val_loss)
