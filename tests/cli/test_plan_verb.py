@@ -384,7 +384,7 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
     [
         (["--gpus", "0"], "--gpus 0: expected a number of GPUs, 1 to 9999999"),
         (["--gpus", "1e3"], "--gpus 1e3: expected a number of GPUs, 1 to 9999999"),
-        (["--gpus", "9" * 5000], f"--gpus {'9' * 5000}: expected"),
+        (["--gpus", "9" * 5000], f"--gpus {'9' * 40}: expected"),
         (["--gpus", "²"], "--gpus ²: expected a number of GPUs, 1 to 9999999"),
         (
             ["recipe=llama_8b", "--gpus", "7"],

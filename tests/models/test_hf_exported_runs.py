@@ -247,4 +247,7 @@ def test_other_dtypes_are_answered(in_fp32: Path, capsys: pytest.CaptureFixture[
     assert main(["export", "hf", str(in_fp32), "out", "--dtype", "half"]) == 2
     assert "--dtype half: not a dtype; choose from bf16, fp16, fp32" in capsys.readouterr().err
     assert main(["export", "recipe=llama_tiny", "--dtype", "bf16"]) == 2
-    assert "--dtype: of export hf alone" in capsys.readouterr().err
+    assert (
+        "--dtype: has no effect on export of a recipe, it is for export hf"
+        in capsys.readouterr().err
+    )

@@ -270,7 +270,10 @@ def test_a_resumed_run_wants_the_same_base(
             "it trained only adapters, its other weights are the base model's; write --merge to add them to these",
         ),
         (["export", "peft", "{run}"], "export peft: needs a run folder and a new folder"),
-        (["export", "recipe=llama_tiny", "--merge"], "--merge: of export hf alone"),
+        (
+            ["export", "recipe=llama_tiny", "--merge"],
+            "--merge: has no effect on export of a recipe, it is for export hf",
+        ),
     ],
 )
 def test_exports_that_are_refused(

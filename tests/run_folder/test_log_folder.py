@@ -97,7 +97,10 @@ def test_fit_does_so_too(tmp_path: Path) -> None:
             "log.folder=a: for a single run only; write hydra.sweep.dir=FOLDER",
         ),
         (["export", "slurm", "--slurm", "gpu"], "--slurm gpu: not of the form key=value"),
-        (["export", "--slurm", "a=b"], "--slurm: of export slurm alone"),
+        (
+            ["export", "--slurm", "a=b"],
+            "--slurm: has no effect on export of a recipe, it is for export slurm",
+        ),
     ],
 )
 def test_what_is_refused(

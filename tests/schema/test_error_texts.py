@@ -237,7 +237,7 @@ def test_a_mistake_is_answered_with_these_lines(
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("", "'': not of the form key=value"),
+        ("", "'': not of the form key=value, nor a path; remove it"),
         ("a\nb", "a\\nb: no command, recipe file or key=value; fp8cfg --help has them"),
         (
             "\x1b[31mred",
