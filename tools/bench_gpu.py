@@ -55,6 +55,7 @@ from tools.gpu_rows.bench_measurement import PROBE, start
 from tools.gpu_rows.contenders import CONTENDERS, Contender, unsupported
 from tools.gpu_rows.estimate import Device, device_called, step
 from tools.gpu_rows.results import Results, machine, writable
+from tools.gpu_rows.selection import is_selected, unknown
 from tools.gpu_rows.shapes import GOALS, SHAPES, WHOLE, WORDS
 from tools.gpu_rows.worker import Row, Worker
 
@@ -134,7 +135,7 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
 def present(args: argparse.Namespace, results: Results) -> list[Contender]:
     """The contenders that can run here. Why others cannot is said, once for all cases."""
     found = []
-    for contender in [c for c in CONTENDERS if c == BASE or chosen(str(c), args.only)]:
+    for contender in [c for c in CONTENDERS if c == BASE or is_selected(str(c), args.only)]:
         if missing := contender.missing(args.capability):
             row = Row([f"not run: {missing}"])
             results.row(str(contender), row)
@@ -142,11 +143,6 @@ def present(args: argparse.Namespace, results: Results) -> list[Contender]:
         else:
             found.append(contender)
     return found
-
-
-def chosen(name: str, only: Sequence[str] | None) -> bool:
-    """Whether one of the words of `name` is among those of --only, if these are given."""
-    return not only or any(word in name.split() for word in only)
 
 
 def whole(taken: Taken, args: argparse.Namespace, results: Results) -> None:
@@ -217,8 +213,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        metavar="WORD",
-        help="contenders whose name has one of these words, as in: --only te bf16; compiled BF16 always",
+        metavar="WORDS",
+        help="contenders whose name has one of these words, as in: --only te bf16, or all words of a quoted text, as in: "
+        "--only 'native delayed'; compiled BF16 always",
     )
     parser.add_argument(
         "--out",
@@ -227,6 +224,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="append rows to it as they come, with where failed ones were",
     )
     args = parser.parse_args(argv)
+    if text := unknown(args.only, [str(contender) for contender in CONTENDERS]):
+        parser.error(
+            f"--only {text}: no contender has this name; their names are {', '.join(map(str, CONTENDERS))}"
+        )
     if args.device == "cuda" and (why := no_cuda()):
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
@@ -238,7 +239,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         for s in WORDS
         if s != "bf16"
         and not unsupported(s, args.capability)
-        and chosen(f"native {s} compiled", args.only)
+        and is_selected(f"native {s} compiled", args.only)
     ]
     return args
 

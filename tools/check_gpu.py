@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows import kernel_bits, products, proof, te_bits
 from tools.gpu_rows.results import Results, machine, writable
+from tools.gpu_rows.selection import is_selected, unknown
 from tools.gpu_rows.worker import Make, Row, Worker
 
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
@@ -120,6 +121,12 @@ MODELS = {
         ],
     },
 }
+EVERY = [
+    *(("gemm", row) for row in GEMM),
+    *(("bits", row) for row in BITS),
+    *((model, row) for model in MODELS[False] for row in ROWS),
+]
+"""The rows of the table, each with its model or "gemm" or "bits"."""
 FOLLOWS = 0.1
 """Share of BF16's last loss within which a row's must be. On a CPU, over 20 steps, native rows end within 0.3 % of it in the small model
 and 1.6 % in llama_tiny, which is fp8.first_step=te, as TE's delayed scaling starts: under scale 1 the gradients of the first steps are
@@ -263,8 +270,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        metavar="WORD",
-        help="rows that have one of these words, as in: --only te bits",
+        metavar="WORDS",
+        help="rows that have one of these words, as in: --only te bits, or all words of a quoted text, as in: --only 'te delayed'",
     )
     parser.add_argument(
         "--out",
@@ -273,6 +280,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="append rows to it as they come, with where failed ones were",
     )
     args = parser.parse_args(argv)
+    if text := unknown(args.only, [f"{model} {row}" for model, row in EVERY]):
+        words = dict.fromkeys(word for model, row in EVERY for word in (model, *row.split()))
+        parser.error(
+            f"--only {text}: no row has this name; words of their names are {', '.join(words)}"
+        )
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")
     args.device = "cpu" if args.small else "cuda"
@@ -300,14 +312,9 @@ def run(args: argparse.Namespace, results: Results) -> None:
     results.say(
         line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"])
     )
-    every = (
-        [("gemm", row) for row in GEMM]
-        + [("bits", row) for row in BITS]
-        + [(model, row) for model in MODELS[args.small] for row in ROWS]
-    )
     bf16: dict[str, float] = {}  # last losses, by model
-    for model, row in every:
-        if args.only and not any(word in (model, *row.split()) for word in args.only):
+    for model, row in EVERY:
+        if not is_selected(f"{model} {row}", args.only):
             continue
         why = refused(args, model, row)
         found = Row([f"not run: {why}"])

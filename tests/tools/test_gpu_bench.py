@@ -213,7 +213,16 @@ def test_a_whole_step_has_one_optimizer() -> None:
         ),
         (["row"], ["torch bf16 compiled", "native row compiled", "native row eager"], ["row"]),
         (["bf16"], ["torch bf16 compiled", "torch bf16 eager"], []),
-        (["ow"], ["torch bf16 compiled"], []),
+        (
+            ["native delayed", "rowwise"],
+            [
+                "torch bf16 compiled",
+                "native delayed compiled",
+                "torchao rowwise compiled",
+                "native delayed eager",
+            ],
+            ["delayed"],
+        ),
     ],
 )
 def test_only_takes_whole_words(
@@ -227,6 +236,17 @@ def test_only_takes_whole_words(
     assert [
         str(c) for c in tool["present"](args, Results(stream=io.StringIO()))
     ] == names and args.scalings == scalings
+
+
+@pytest.mark.parametrize("tool", ["bench_gpu", "check_gpu"])
+@pytest.mark.parametrize("only", ["ow", "native delayd", "rowwise native"])
+def test_only_refuses_what_selects_nothing(
+    tool: str, only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse = runpy.run_path(str(TOOL.with_name(f"{tool}.py")))["parse"]
+    with pytest.raises(SystemExit) as ended:
+        parse(["--small", "--only", "bf16", only])
+    assert ended.value.code == 2 and f"--only {only}: no " in capsys.readouterr().err
 
 
 def test_when_the_time_is_over_nothing_begins() -> None:
