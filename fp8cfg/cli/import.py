@@ -125,9 +125,10 @@ def run(argv: list[str]) -> int:
     elif remarks or translation.unknown:
         headline = f"Imported from {title}. Settings dropped or with another meaning:"
         text = comments([headline, *remarks, *translation.unknown]) + text
-        if output:
-            _say("note", [f"some settings were dropped or mean something else: see {output}"])
-    return print_or_write(text, output)
+    code = print_or_write(text, output)
+    if output and text.startswith("# Imported"):
+        _say("note", [f"some settings were dropped or mean something else: see {output}"])
+    return code
 
 
 def _split(argv: list[str]) -> Arguments:

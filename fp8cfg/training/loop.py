@@ -587,7 +587,10 @@ class _Training:
             return
         ratio = ""
         if old_lr:
-            ratio = f" ({lr / old_lr:.3g} times as high)"
+            rounded = f"{lr / old_lr:.3g}"
+            if rounded == "1":
+                return
+            ratio = f" ({rounded} times as high)"
         self.say(
             wrapped(
                 f"note: the learning rate of step {num_done + 1} is {lr:.3g}{ratio}, because"
