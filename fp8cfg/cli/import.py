@@ -109,8 +109,8 @@ def run(argv: list[str]) -> int:
     # The source sets another model, so the default recipe's name would be wrong.
     if not chosen and translation.recipe.model.hidden_size != base.recipe.model.hidden_size:
         remarks += _name_shape(translation.recipe, base.recipe)
-        title = translation.recipe.name
-        export_choices = {"recipe": title} if title in recipes() else {}
+        name = translation.recipe.name
+        export_choices = {"recipe": name} if name in recipes() else {}
     recipe = _apply_overrides(arguments, base.recipe, translation.recipe)
     export = {
         "--yaml": recipe_export.yaml_text,

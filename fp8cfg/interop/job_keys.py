@@ -43,6 +43,15 @@ def _import_as(key: str, recipe_key: str, parse: Callable[[Any], Any]) -> Entry:
 
 
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+# NeMo 1 names the library too. Its "adam" is here what Megatron's is.
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fused_adam": "adamw",
+    "distributed_fused_adam": "adamw",
+    "mcore_distributed_optim": "adamw",
+    "sgd": "sgd",
+}
 _ACTIVATIONS = {
     "swiglu": "swiglu",
     "fast-swiglu": "swiglu",
@@ -74,6 +83,7 @@ RUN_ENTRIES: tuple[Entry, ...] = (
     _import_as("run_name", "name", str),
     _import_as("log_dir", "log.dir", str),
     _import_as("layernorm_zero_centered_gamma", "model.layernorm_zero_centered_gamma", parse_bool),
+    read_only("optim_name", lambda setting: {"optim.name": parse_choice(setting, _OPTIMIZERS)}),
     read_only(
         "normalization",
         lambda setting: {"model.normalization": parse_choice(setting, _NORMS)},
@@ -209,7 +219,7 @@ SECTIONS: dict[str, Mapping[str, str]] = {
     },
     "optim.config": _OPTIMIZER,
     "optim.lr_scheduler": _SCHEDULE,
-    "model.optim": {**_OPTIMIZER, "name": "optimizer"},
+    "model.optim": {**_OPTIMIZER, "name": "optim_name"},
     "model.optim.sched": _SCHEDULE,
     "model.data": _same_names("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
     "model.config": {**_MODEL, **_PARALLEL},

@@ -10,6 +10,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
+from fp8cfg.__main__ import main
 from fp8cfg.interop.translation import effective_values
 from tests.support.verbs import loads
 
@@ -432,3 +433,26 @@ def test_neither_torch_nor_their_libraries_are_loaded() -> None:
         ("export", "te", "precision=bf16_fp8"),
     ):
         assert not loads(*argv) & {"torch", "accelerate", "transformer_engine", "torchao", "fiddle"}
+
+
+@pytest.mark.parametrize(
+    "name", ["fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "adamw"]
+)
+def test_the_optimizers_of_nemo_1_are_adamw(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "megatron_gpt_config.yaml"
+    file.write_text(
+        "trainer: {precision: bf16, max_steps: 5000}\n"
+        f"model: {{fp8: true, fp8_hybrid: true, optim: {{name: {name}, lr: 1e-4}}}}\n"
+    )
+    found = interop.from_file("nemo", file)
+    assert (found.recipe.optim.name, found.recipe.optim.lr) == ("adamw", 1e-4)
+    assert found.recipe.fp8.enabled and found.unknown == ()
+
+
+def test_the_comment_of_an_import_names_the_project(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text("trainer: {precision: bf16}\nmodel: {hidden_size: 4096}\n")
+    assert main(["import", "nemo", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("# Imported from NeMo. Settings dropped")
