@@ -219,6 +219,11 @@ def measured(
     return found, (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
+def is_chosen(case: str, words: list[str]) -> bool:
+    """Whether the name of the case has all of `words`."""
+    return all(word in case.split() for word in words)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -246,16 +251,19 @@ def main() -> int:
     from fp8cfg.backends.te.rules import unavailable
     from tools.gpu_rows.proof import without_proof
 
+    cases = every_case(torch.cuda.get_device_capability() >= (10, 0))
+    if not any(is_chosen(case, args.words) for case in cases):
+        parser.error(
+            f"{' '.join(args.words)}: no case has these words; the cases are {', '.join(cases)}"
+        )
     without_proof()
     ceilings, wrong = read(), []
     print(
         f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}",
         flush=True,
     )
-    for case, make in every_case(torch.cuda.get_device_capability() >= (10, 0)).items():
-        if not all(word in case.split() for word in args.words) or (
-            case.startswith("te ") and unavailable()
-        ):
+    for case, make in cases.items():
+        if not is_chosen(case, args.words) or (case.startswith("te ") and unavailable()):
             continue
         requests, peak = measured(make(), args.places)
         found = {**counts(requests), PEAK: peak}
