@@ -1,9 +1,4 @@
-"""An Accelerate training loop around fp8cfg's model and optimizer.
-
-Usage:
-    python examples/accelerate_loop.py [OVERRIDES]
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py [OVERRIDES]
-"""
+"""An Accelerate training loop. Arguments are overrides; torchrun starts several ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A Lightning Fabric training loop around fp8cfg's model and optimizer.
-
-Usage:
-    python examples/fabric_loop.py [OVERRIDES]
-    torchrun --nproc-per-node 2 examples/fabric_loop.py [OVERRIDES]
-"""
+"""A Lightning Fabric training loop. Arguments are overrides; torchrun starts several ranks."""
 
 from __future__ import annotations
 

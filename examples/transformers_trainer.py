@@ -1,8 +1,4 @@
-"""The transformers Trainer with fp8cfg's optimizer and FP8 layers.
-
-Usage:
-    python examples/transformers_trainer.py [OVERRIDES]
-"""
+"""The transformers Trainer with fp8cfg's optimizer and FP8 layers. Arguments are overrides."""
 
 from __future__ import annotations
 
@@ -54,8 +50,7 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     )
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
     print(job.prove())
-    # To save the weights for other tools: job.model.save_pretrained(folder), or
-    # torch.save(job.model.state_dict(), file).
+    # To save: job.model.save_pretrained(folder) or torch.save(job.model.state_dict(), file).
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
